@@ -1,0 +1,2 @@
+-- The row held nothing any more, so there is nothing to bring back.
+SELECT 1;

@@ -1,0 +1,105 @@
+//! From an outcome to an exit code and one line on stderr.
+
+use std::error::Error;
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use sync_lock::migrate::MigrateError;
+use sync_lock::{ConnectError, InvalidEnvironment, LockError};
+
+const USAGE: u8 = 64;
+const UNAVAILABLE: u8 = 69;
+const SOFTWARE: u8 = 70;
+const TRY_AGAIN: u8 = 75;
+const NO_PERMISSION: u8 = 77;
+const CONFIGURATION: u8 = 78;
+
+/// What ends a command early: an exit code and the line that explains it.
+pub(crate) struct Failure {
+    code: u8,
+    message: String,
+}
+
+impl Failure {
+    /// A failure that no user could have caused or cured.
+    pub(crate) fn bug(error: &dyn Error) -> Self {
+        Self::new(SOFTWARE, error)
+    }
+
+    /// Something that this machine lacks or that the environment says wrongly.
+    pub(crate) fn configuration(error: &dyn Error) -> Self {
+        Self::new(CONFIGURATION, error)
+    }
+
+    fn new(code: u8, error: &dyn Error) -> Self {
+        let mut message = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            // Writing to a String cannot fail.
+            let _ = write!(message, ": {error}");
+            cause = error.source();
+        }
+        if code == SOFTWARE {
+            message.push_str(" (if this looks like a bug, report it with this line and the output of RUST_LOG=debug)");
+        }
+        Self { code, message: message.replace('\n', " ") }
+    }
+
+    /// Prints the line and hands out the code.
+    pub(crate) fn report(&self) -> ExitCode {
+        use std::io::Write as _;
+        // With stderr closed there is nobody left to tell.
+        let _ = writeln!(std::io::stderr(), "sync-lock: {}", self.message);
+        ExitCode::from(self.code)
+    }
+}
+
+impl From<LockError> for Failure {
+    fn from(error: LockError) -> Self {
+        Self::new(lock_code(&error), &error)
+    }
+}
+
+impl From<MigrateError> for Failure {
+    fn from(error: MigrateError) -> Self {
+        let code = match &error {
+            MigrateError::Live(_) | MigrateError::Locked(_) => TRY_AGAIN,
+            MigrateError::ManagedByPrisma => CONFIGURATION,
+            MigrateError::Lock(error) => lock_code(error),
+            _ => SOFTWARE,
+        };
+        Self::new(code, &error)
+    }
+}
+
+impl From<InvalidEnvironment> for Failure {
+    fn from(error: InvalidEnvironment) -> Self {
+        Self::configuration(&error)
+    }
+}
+
+fn lock_code(error: &LockError) -> u8 {
+    match error {
+        LockError::Unreachable(ConnectError::Refused(message)) if message.contains("CONNECT privilege") => {
+            NO_PERMISSION
+        }
+        LockError::Unreachable(ConnectError::Refused(_))
+        | LockError::MissingTable(_)
+        | LockError::WrongTable { .. } => CONFIGURATION,
+        LockError::Unreachable(_)
+        | LockError::PoolExhausted(_)
+        | LockError::TimedOut(_)
+        | LockError::ConnectionLost(_)
+        | LockError::ReadOnly(_) => UNAVAILABLE,
+        LockError::Serialization(_) | LockError::RowLocked(_) => TRY_AGAIN,
+        LockError::MissingPrivilege { .. } => NO_PERMISSION,
+        _ => SOFTWARE,
+    }
+}
+
+/// clap's message, with 64 for wrong usage and 0 for `--help` and `--version`.
+pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+    // A closed pipe is no reason to fail.
+    let _ = error.print();
+    if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
+}

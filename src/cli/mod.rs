@@ -1,0 +1,73 @@
+//! The command line: one file a subcommand, and the exit codes that scripts depend on.
+
+mod demo;
+mod exit;
+mod migrate;
+mod output;
+mod status;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+use exit::Failure;
+
+const EXIT_CODES: &str = "\
+Environment:
+  DATABASE_URL                   the database, as Prisma writes it (or DISPATCH_DATABASE_URL where it is unset)
+  DISPATCH_SYNC_LOCK_MAX_AGE_MS  how old a row may get before it is taken over [default: 1800000, 30 minutes]
+  RUST_LOG                       what to log on stderr [default: warn]
+
+Exit codes:
+   0  done
+  64  wrong usage or an invalid argument
+  69  the database cannot be reached in time, or has no connection left
+  75  not now, try again: \"global\" is alive, or a row is locked
+  77  the role lacks a privilege (named in the message)
+  78  configuration or schema: bad DATABASE_URL, wrong password, no such database, tables missing or of another type
+  70  anything else: a bug";
+
+/// A lock per job in a Postgres table, shared with TypeScript replicas that use Prisma.
+#[derive(Parser)]
+#[command(name = "sync-lock", version, after_help = EXIT_CODES, max_term_width = 120)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Migrate(migrate::Arguments),
+    Status(status::Arguments),
+    Demo(demo::Arguments),
+}
+
+pub(crate) fn main() -> ExitCode {
+    log_to_stderr();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => return exit::usage(&error),
+    };
+    let outcome = match arguments.command {
+        Command::Migrate(arguments) => migrate::run(&arguments),
+        Command::Status(arguments) => status::run(&arguments),
+        Command::Demo(arguments) => demo::run(&arguments),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Warnings of the library reach people; `RUST_LOG` shows more.
+fn log_to_stderr() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_target(false)
+        .without_time()
+        .init();
+}

@@ -1,0 +1,250 @@
+//! Settings: where the database is, how old a row may get, how long anything may wait. Every default lives here.
+
+use std::env::{self, VarError};
+use std::fmt;
+use std::time::Duration;
+
+use diesel::connection::CacheSize;
+use diesel::prelude::*;
+
+use crate::database_url::{DatabaseUrl, InvalidDatabaseUrl};
+use crate::error::LockError;
+
+/// The variable with the maximum age in milliseconds, shared with the TypeScript replicas.
+const MAX_AGE_VARIABLE: &str = "DISPATCH_SYNC_LOCK_MAX_AGE_MS";
+
+/// The variable with the connection string, and the documented alias that counts where it is unset.
+const URL_VARIABLES: [&str; 2] = ["DATABASE_URL", "DISPATCH_DATABASE_URL"];
+
+/// How old a row may get before another contender may take it over.
+///
+/// The contender's value decides, so it must be the same on every replica, TypeScript and Rust.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct MaxAge(Duration);
+
+impl MaxAge {
+    /// 30 minutes, the value of the TypeScript module.
+    pub const DEFAULT: Self = Self(Duration::from_secs(30 * 60));
+
+    /// A maximum age of the caller's own.
+    ///
+    /// # Errors
+    ///
+    /// Refuses less than a millisecond, which would make every lock free.
+    pub fn new(age: Duration) -> Result<Self, InvalidMaxAge> {
+        if age < Duration::from_millis(1) { Err(InvalidMaxAge) } else { Ok(Self(age)) }
+    }
+
+    /// What `DISPATCH_SYNC_LOCK_MAX_AGE_MS` says, or [`MaxAge::DEFAULT`] where it is unset or blank.
+    ///
+    /// Any other value than a whole number of milliseconds from 1 keeps the default as well and is reported as a
+    /// `tracing` warning that names the variable. It is never read as a shorter time than was meant.
+    #[must_use]
+    pub fn from_env() -> Self {
+        let value = match env::var(MAX_AGE_VARIABLE) {
+            Ok(value) => value,
+            Err(VarError::NotPresent) => return Self::DEFAULT,
+            Err(VarError::NotUnicode(raw)) => raw.to_string_lossy().into_owned(),
+        };
+        Self::from_text(&value).unwrap_or_else(|| {
+            tracing::warn!(
+                variable = MAX_AGE_VARIABLE,
+                ?value,
+                "{MAX_AGE_VARIABLE} is not a whole number of milliseconds from 1: the default of 30 minutes counts"
+            );
+            Self::DEFAULT
+        })
+    }
+
+    /// The default for blank text, `None` for text that is no whole number of milliseconds from 1.
+    fn from_text(text: &str) -> Option<Self> {
+        let digits = text.trim();
+        if digits.is_empty() {
+            return Some(Self::DEFAULT);
+        }
+        // `u64::from_str` takes a leading plus, which the peers do not write.
+        if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return None;
+        }
+        let milliseconds = digits.parse().ok()?;
+        Self::new(Duration::from_millis(milliseconds)).ok()
+    }
+
+    /// The age as a duration.
+    #[must_use]
+    pub const fn duration(self) -> Duration {
+        self.0
+    }
+}
+
+impl Default for MaxAge {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// A maximum age below one millisecond.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a maximum age below 1 ms would make every lock free: use the length of the longest pause of a healthy holder")]
+pub struct InvalidMaxAge;
+
+/// Everything a [`SyncLock`](crate::SyncLock) needs to know. `Debug` never shows a password.
+#[derive(Clone)]
+pub struct Settings {
+    pub(crate) url: DatabaseUrl,
+    pub(crate) max_age: MaxAge,
+    pub(crate) pool_size: u32,
+    pub(crate) pool_timeout: Duration,
+    pub(crate) call_timeout: Duration,
+}
+
+impl Settings {
+    /// Settings for a database, given as a URL in libpq's or Prisma's dialect. The rest has its defaults.
+    ///
+    /// # Errors
+    ///
+    /// A URL that cannot be used, with what to change. No part of the URL but a parameter's name is repeated.
+    pub fn new(database_url: &str) -> Result<Self, InvalidDatabaseUrl> {
+        let url = DatabaseUrl::parse(database_url)?;
+        Ok(Self {
+            max_age: MaxAge::DEFAULT,
+            pool_size: url.connection_limit.unwrap_or(5),
+            pool_timeout: url.pool_timeout.unwrap_or(Duration::from_secs(10)),
+            call_timeout: Duration::from_secs(15),
+            url,
+        })
+    }
+
+    /// Settings from `DATABASE_URL` (or `DISPATCH_DATABASE_URL` where that is unset) and
+    /// `DISPATCH_SYNC_LOCK_MAX_AGE_MS`.
+    ///
+    /// # Errors
+    ///
+    /// Neither variable is set, or the one that counts is empty or cannot be used. Never falls back to `PGHOST`.
+    pub fn from_env() -> Result<Self, InvalidEnvironment> {
+        for variable in URL_VARIABLES {
+            match env::var(variable) {
+                Ok(url) => {
+                    let settings = Self::new(&url).map_err(|source| InvalidEnvironment::Url { variable, source })?;
+                    return Ok(settings.with_max_age(MaxAge::from_env()));
+                }
+                Err(VarError::NotPresent) => {}
+                Err(VarError::NotUnicode(_)) => return Err(InvalidEnvironment::NotUnicode { variable }),
+            }
+        }
+        Err(InvalidEnvironment::Unset)
+    }
+
+    /// Sets the maximum age of a row. A shorter one frees the key of a crashed holder sooner and steals from a slow one
+    /// more easily. Defaults to 30 minutes.
+    #[must_use]
+    pub fn with_max_age(mut self, max_age: MaxAge) -> Self {
+        self.max_age = max_age;
+        self
+    }
+
+    /// Sets how many connections the pool may open. Zero counts as one. Defaults to the URL's `connection_limit`, or 5.
+    #[must_use]
+    pub fn with_pool_size(mut self, connections: u32) -> Self {
+        self.pool_size = connections.max(1);
+        self
+    }
+
+    /// Sets how long a call may wait for a connection of the pool. Defaults to the URL's `pool_timeout`, or 10 s.
+    #[must_use]
+    pub fn with_pool_timeout(mut self, wait: Duration) -> Self {
+        self.pool_timeout = wait;
+        self
+    }
+
+    /// Sets the bound of a whole call, the wait for a connection and repeated attempts included. Defaults to 15 s.
+    #[must_use]
+    pub fn with_call_timeout(mut self, bound: Duration) -> Self {
+        self.call_timeout = bound;
+        self
+    }
+}
+
+impl Settings {
+    /// The maximum age that counts.
+    #[must_use]
+    pub fn max_age(&self) -> MaxAge {
+        self.max_age
+    }
+
+    /// Opens a connection of the caller's own, for the functions in [`blocking`](crate::blocking).
+    ///
+    /// # Errors
+    ///
+    /// [`LockError::Unreachable`], after five seconds an address at most unless the URL's `connect_timeout` says otherwise.
+    pub fn connect(&self) -> Result<PgConnection, LockError> {
+        let mut conn =
+            PgConnection::establish(&self.url.conninfo).map_err(|error| LockError::Unreachable(error.into()))?;
+        if self.url.unprepared {
+            conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        }
+        Ok(conn)
+    }
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("database", &self.url)
+            .field("max_age", &self.max_age.duration())
+            .field("pool_size", &self.pool_size)
+            .field("pool_timeout", &self.pool_timeout)
+            .field("call_timeout", &self.call_timeout)
+            .finish()
+    }
+}
+
+/// The environment does not say which database to use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidEnvironment {
+    /// Neither variable is set.
+    #[error("DATABASE_URL is not set: set it to postgresql://user:password@host:5432/database")]
+    Unset,
+    /// The variable holds bytes that are not UTF-8.
+    #[error("{variable} is not valid UTF-8")]
+    NotUnicode {
+        /// Which variable.
+        variable: &'static str,
+    },
+    /// The variable holds something that cannot be used.
+    #[error("{variable} cannot be used")]
+    Url {
+        /// Which variable.
+        variable: &'static str,
+        /// What is wrong with it.
+        #[source]
+        source: InvalidDatabaseUrl,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_maximum_age_is_a_whole_number_of_milliseconds_or_the_default() {
+        let ms = |text| MaxAge::from_text(text).map(|age| age.duration().as_millis());
+        assert_eq!(ms(""), Some(1_800_000));
+        assert_eq!(ms(" \t\n"), Some(1_800_000));
+        assert_eq!(ms(" 1500\n"), Some(1500));
+        assert_eq!(ms("1"), Some(1));
+        for odd in ["30m", "1_800_000", "1e6", "0", "-5", "+5", "1.5", "0x10", "99999999999999999999", "１０"] {
+            assert_eq!(ms(odd), None, "{odd}");
+        }
+        assert_eq!(MaxAge::new(Duration::ZERO), Err(InvalidMaxAge));
+        assert_eq!(MaxAge::new(Duration::from_micros(999)), Err(InvalidMaxAge));
+    }
+
+    #[test]
+    fn settings_shown_for_debugging_hide_user_and_password() {
+        let settings = Settings::new("postgresql://dispatch:hunter2@db/app").map(|settings| format!("{settings:?}"));
+        let shown = settings.unwrap_or_default();
+        assert!(shown.contains("app on db"), "{shown}");
+        assert!(!shown.contains("hunter2") && !shown.contains("dispatch"), "{shown}");
+    }
+}

@@ -1,0 +1,219 @@
+//! Why the database did not do what was asked.
+
+use std::time::Duration;
+
+use diesel::connection::AnsiTransactionManager;
+use diesel::connection::TransactionManager;
+use diesel::prelude::*;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
+
+use crate::store;
+
+/// A statement, or the way to the database, failed. An ordinary conflict is never one of these.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LockError {
+    /// No connection could be made within the bound. Whatever the server said is in the source.
+    #[error("the database cannot be reached")]
+    Unreachable(#[source] ConnectError),
+    /// Every connection of the pool was in use for longer than the pool's timeout.
+    #[error("no connection of the pool came free within {0:?}: raise connection_limit, or look for a call that hangs")]
+    PoolExhausted(Duration),
+    /// The call did not end within its bound. A claim that was under way is undone in the background.
+    #[error("the database did not answer within {0:?}")]
+    TimedOut(Duration),
+    /// The connection broke while the statement was under way. It may or may not have been carried out.
+    #[error("the connection to the database was lost")]
+    ConnectionLost(#[source] DieselError),
+    /// The server only takes reads, such as a former primary after a failover.
+    #[error("the database is read-only: connect to the primary")]
+    ReadOnly(#[source] DieselError),
+    /// Another transaction came in between, under REPEATABLE READ or SERIALIZABLE. Begin the transaction again.
+    #[error("the statement was in conflict with a concurrent transaction: try the transaction again")]
+    Serialization(#[source] DieselError),
+    /// The row is locked by another transaction that did not end in time.
+    #[error("the row is locked by another transaction: try again")]
+    RowLocked(#[source] DieselError),
+    /// The table is not there, or not in the search path of this role.
+    #[error(
+        "the table \"{0}\" does not exist: run Prisma's migrations first, or `sync-lock migrate --bootstrap` for a database that Prisma does not manage"
+    )]
+    MissingTable(String),
+    /// A table of that name is there, but it is another one.
+    #[error(
+        "the table \"{table}\" has no column \"{column}\" of type {expected}: it is not the table of the sync lock"
+    )]
+    WrongTable {
+        /// The table.
+        table: &'static str,
+        /// The column that is missing or of another type.
+        column: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// The role may not do it.
+    #[error("the role lacks {privilege} on {object}: have the owner run GRANT {privilege} ON {object} TO the role")]
+    MissingPrivilege {
+        /// The privilege, as GRANT spells it.
+        privilege: String,
+        /// What it is missing on, as GRANT spells it.
+        object: String,
+    },
+    /// Anything else that the database refused.
+    #[error("the database refused the statement")]
+    Database(#[source] DieselError),
+    /// The thread that ran the statement ended without an answer, because the runtime shuts down or by a bug.
+    #[error("the call was cut off")]
+    CutOff,
+}
+
+impl LockError {
+    /// Whether the same call may succeed later without anybody doing anything.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Unreachable(source) => source.is_transient(),
+            Self::PoolExhausted(_)
+            | Self::TimedOut(_)
+            | Self::ConnectionLost(_)
+            | Self::ReadOnly(_)
+            | Self::Serialization(_)
+            | Self::RowLocked(_) => true,
+            Self::MissingTable(_)
+            | Self::WrongTable { .. }
+            | Self::MissingPrivilege { .. }
+            | Self::Database(_)
+            | Self::CutOff => false,
+        }
+    }
+}
+
+/// No connection could be made. The message is libpq's own; it names host, role and database but no password, because
+/// libpq never sees the URL.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Nobody answered, or the server has no connection left, or it is starting up or shutting down.
+    #[error("{0}")]
+    Unavailable(String),
+    /// The server answered and refused: wrong password, no such database or role, TLS demanded or missing.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl ConnectError {
+    /// Whether connecting may succeed later without anybody doing anything.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Unavailable(_))
+    }
+
+    /// Sorts libpq's message. libpq hands out no code for a failed connection, so the text is all there is: what the
+    /// server itself said starts with FATAL, and the passing reasons are known. A text in another language counts as a
+    /// refusal if it carries the mark, and as unavailable otherwise.
+    pub(crate) fn from_message(message: &str) -> Self {
+        const PASSING: [&str; 6] = [
+            "too many clients",
+            "remaining connection slots",
+            "too many connections",
+            "the database system is",
+            "terminating connection",
+            "timeout expired",
+        ];
+        const SETTINGS: [&str; 4] =
+            ["server does not support SSL", "certificate", "invalid connection option", "SSL error"];
+        let text = message.trim().replace('\n', " ");
+        let says = |needle: &&str| text.contains(*needle);
+        if PASSING.iter().any(says) {
+            Self::Unavailable(text)
+        } else if text.contains("FATAL:") || SETTINGS.iter().any(says) || text.contains("no password supplied") {
+            Self::Refused(text)
+        } else {
+            Self::Unavailable(text)
+        }
+    }
+}
+
+impl From<ConnectionError> for ConnectError {
+    fn from(error: ConnectionError) -> Self {
+        match error {
+            ConnectionError::BadConnection(message) => Self::from_message(&message),
+            other => Self::Refused(other.to_string()),
+        }
+    }
+}
+
+/// Says what a failed statement means, asking the catalog where the error alone does not tell. Messages are not
+/// interpreted: the server writes them in its own language.
+pub(crate) fn explain(conn: &mut PgConnection, error: DieselError) -> LockError {
+    match error {
+        DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand, _)
+        | DieselError::BrokenTransactionManager => LockError::ConnectionLost(error),
+        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => LockError::ReadOnly(error),
+        DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _) => LockError::Serialization(error),
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) if !in_transaction(conn) => {
+            find_obstacle(conn).unwrap_or(LockError::Database(error))
+        }
+        _ => LockError::Database(error),
+    }
+}
+
+/// The first thing that keeps every claim from working: a table that is missing or another one, or a privilege.
+pub(crate) fn find_obstacle(conn: &mut PgConnection) -> Option<LockError> {
+    for (table, obstacle) in store::obstacles(conn).ok()? {
+        return Some(match obstacle.as_str() {
+            "missing" => LockError::MissingTable(table),
+            _ => LockError::MissingPrivilege { privilege: obstacle, object: format!("\"{table}\"") },
+        });
+    }
+    find_wrong_column(conn)
+}
+
+/// The first column of `sync_lock` that is not as Prisma made it.
+pub(crate) fn find_wrong_column(conn: &mut PgConnection) -> Option<LockError> {
+    const TABLE: &str = "sync_lock";
+    let columns = store::columns(conn, TABLE).ok()?;
+    let wrong = |column, expected, fits: fn(&str) -> bool| {
+        let found = columns.iter().any(|(name, kind)| name == column && fits(kind));
+        (!found).then_some(LockError::WrongTable { table: TABLE, column, expected })
+    };
+    let text = |kind: &str| matches!(kind, "text" | "character varying");
+    let time = |kind: &str| matches!(kind, "timestamp with time zone" | "timestamp without time zone");
+    wrong("id", "TEXT", text)
+        .or_else(|| wrong("syncRunId", "TEXT", text))
+        .or_else(|| wrong("acquiredAt", "TIMESTAMPTZ", time))
+}
+
+/// Whether diesel has a transaction open on the connection.
+pub(crate) fn in_transaction(conn: &mut PgConnection) -> bool {
+    let status = AnsiTransactionManager::transaction_manager_status_mut(conn);
+    !matches!(status.transaction_depth(), Ok(None))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_connection_is_sorted_into_passing_and_lasting() {
+        let lasting = [
+            "connection to server at \"h\" (::1), port 5432 failed: FATAL:  password authentication failed for user \"u\"",
+            "connection to server on socket \"/x\" failed: FATAL:  database \"nope\" does not exist",
+            "connection to server at \"h\" failed: server does not support SSL, but SSL was required",
+            "connection to server at \"h\" failed: fe_sendauth: no password supplied",
+        ];
+        let passing = [
+            "connection to server at \"h\", port 1 failed: Connection refused\n\tIs the server running on that host?",
+            "connection to server at \"h\" failed: FATAL:  sorry, too many clients already",
+            "connection to server at \"h\" failed: FATAL:  the database system is starting up",
+            "connection to server at \"10.0.0.1\" failed: timeout expired",
+            "could not translate host name \"nowhere\" to address: Name or service not known",
+        ];
+        for message in lasting {
+            assert!(!ConnectError::from_message(message).is_transient(), "{message}");
+        }
+        for message in passing {
+            assert!(ConnectError::from_message(message).is_transient(), "{message}");
+        }
+    }
+}

@@ -1,0 +1,400 @@
+//! All SQL: one function a statement, each with the invariant it keeps.
+//!
+//! Two rules hold everywhere. Age is judged by `clock_timestamp()` at the moment a row is looked at, never by the
+//! client's clock and never by the start of a transaction. And no statement depends on whether a timestamp column has a
+//! time zone: `extract(epoch …)` reads both kinds as UTC, and [`stamp!`] writes the column's own kind.
+//!
+//! diesel caches a statement by its text and so prepares it once per connection. The values are bound once, in a `WITH`
+//! item that nothing refers to, so that the text may name them `$1`, `$2`, … as often as it likes.
+
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use diesel::pg::Pg;
+use diesel::prelude::*;
+use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
+use diesel::sql_types::{BigInt, Bool, Double, Nullable, Text};
+
+use crate::config::MaxAge;
+use crate::key::Job;
+use crate::run::{RunId, RunReport};
+
+/// How long a statement waits for a row or an uncommitted key of another transaction. Longer than a healthy transaction
+/// of a peer holds one, shorter than anybody notices.
+pub(crate) const LOCK_WAIT: Duration = Duration::from_millis(200);
+
+/// [`LOCK_WAIT`] as Postgres reads it.
+const LOCK_WAIT_MS: &str = "200";
+
+/// "Now" by the database's clock, in the type of the given column.
+macro_rules! stamp {
+    ($table:literal, $column:literal) => {
+        stamp!($table, $column, "extract(epoch FROM clock_timestamp())")
+    };
+    ($table:literal, $column:literal, $epoch:literal) => {
+        concat!(
+            "coalesce((NULL::\"",
+            $table,
+            "\").\"",
+            $column,
+            "\", 'epoch') + make_interval(secs => (",
+            $epoch,
+            ")::float8)"
+        )
+    };
+}
+
+/// Remembers the caller's own `lock_timeout` before a statement sets one for itself. A statement that joins it cannot
+/// set first and remember later.
+macro_rules! bounded {
+    () => {
+        "before AS MATERIALIZED (SELECT current_setting('lock_timeout') AS lock_timeout)"
+    };
+}
+
+/// Puts the caller's own `lock_timeout` back: inside a transaction the setting would stay until its end.
+macro_rules! restored {
+    () => {
+        "set_config('lock_timeout', (SELECT lock_timeout FROM before), true) IS NOT NULL"
+    };
+}
+
+/// The answer to a claim.
+#[derive(Clone, Debug, PartialEq, Queryable)]
+pub(crate) struct Claim {
+    pub(crate) won: bool,
+    /// There was no row before.
+    pub(crate) fresh: bool,
+    /// Of a win: whom it displaced. Of a loss: who holds the key.
+    pub(crate) holder: Option<String>,
+    /// Of a win: how old the displaced row was. Of a loss: how old the holder's row is. In seconds; not finite if the
+    /// row's stamp is not.
+    pub(crate) age: Option<f64>,
+    /// When our own row was stamped, in microseconds since 1970.
+    pub(crate) at_micros: Option<i64>,
+    /// The displaced run's record may still say `running`.
+    pub(crate) displaced_open: bool,
+}
+
+/// Claims the job's key for a run. Invariants: it wins only over no row, a row without a holder, or a row older than
+/// the maximum age; exactly one of any number of contenders wins; a loser against a committed live row writes nothing;
+/// a winner's run record and the end of the displaced run's record commit with the row or not at all.
+///
+/// `SKIP LOCKED` lets it pass a row that somebody is changing. Only an uncommitted insert of the same key can make it
+/// wait, for [`LOCK_WAIT`]; the caller's own `lock_timeout` is put back afterwards.
+pub(crate) fn claim(conn: &mut PgConnection, job: &Job, run_id: &RunId, max_age: MaxAge) -> QueryResult<Claim> {
+    const SQL: &str = concat!(
+        r#", "#,
+        bounded!(),
+        r#",
+        cur AS (
+          SELECT "id", "syncRunId", extract(epoch FROM "acquiredAt") AS at FROM "sync_lock"
+          WHERE "id" = $1 AND ("syncRunId" IS NULL
+            OR extract(epoch FROM "acquiredAt") < extract(epoch FROM clock_timestamp()) - $4)
+          FOR NO KEY UPDATE SKIP LOCKED),
+        taken AS (
+          UPDATE "sync_lock" l SET "syncRunId" = $2, "acquiredAt" = "#,
+        stamp!("sync_lock", "acquiredAt"),
+        r#"
+          FROM cur WHERE l."id" = cur."id"
+          RETURNING false AS fresh, extract(epoch FROM l."acquiredAt") AS at, cur."syncRunId" AS prev, cur.at AS prev_at),
+        made AS (
+          INSERT INTO "sync_lock" ("id", "syncRunId", "acquiredAt")
+          SELECT $1, $2, "#,
+        stamp!("sync_lock", "acquiredAt"),
+        r#"
+          FROM before
+          WHERE NOT EXISTS (SELECT 1 FROM "sync_lock" WHERE "id" = $1) AND set_config('lock_timeout', $5, true) IS NOT NULL
+          ON CONFLICT ("id") DO NOTHING
+          RETURNING true AS fresh, extract(epoch FROM "acquiredAt") AS at, NULL::text AS prev, NULL::numeric AS prev_at),
+        won AS (SELECT * FROM taken UNION ALL SELECT * FROM made),
+        run AS (
+          INSERT INTO "IssueSyncRun" ("id", "status", "syncType", "startedAt")
+          SELECT $2, 'running', $3, "#,
+        stamp!("IssueSyncRun", "startedAt", "won.at"),
+        r#"
+          FROM won WHERE $3::text IS NOT NULL),
+        displaced AS (
+          SELECT r."id" FROM won JOIN "IssueSyncRun" r ON r."id" = won.prev
+          WHERE r."status" = 'running' FOR NO KEY UPDATE OF r SKIP LOCKED),
+        closed AS (
+          UPDATE "IssueSyncRun" r SET "status" = 'failed', "errorMessage" = 'lock taken over by run ' || $2,
+            "completedAt" = "#,
+        stamp!("IssueSyncRun", "completedAt"),
+        r#"
+          FROM displaced WHERE r."id" = displaced."id" RETURNING 1)
+        SELECT "#,
+        restored!(),
+        r#" AND w.fresh IS NOT NULL, coalesce(w.fresh, false),
+          CASE WHEN w.fresh IS NULL THEN c."syncRunId" ELSE w.prev END,
+          (CASE WHEN w.fresh IS NULL THEN extract(epoch FROM clock_timestamp()) - extract(epoch FROM c."acquiredAt")
+            ELSE w.at - w.prev_at END)::float8,
+          (coalesce(w.at, CASE WHEN c."syncRunId" = $2 THEN extract(epoch FROM c."acquiredAt") END) * 1000000)::bigint,
+          w.prev IS NOT NULL AND NOT EXISTS (SELECT 1 FROM closed) AND coalesce(
+            (SELECT r."status" = 'running' FROM "IssueSyncRun" r WHERE r."id" = w.prev), $3::text IS NOT NULL)
+        FROM (SELECT) one LEFT JOIN won w ON true
+          LEFT JOIN "sync_lock" c ON w.fresh IS NULL AND c."id" = $1"#
+    );
+    let max_age = max_age.duration().as_secs_f64();
+    let binds = [
+        Bind::Text(job.key().as_str()),
+        Bind::Text(run_id.as_str()),
+        Bind::MaybeText(job.sync_type()),
+        Bind::Float(max_age),
+        Bind::Text(LOCK_WAIT_MS),
+    ];
+    Statement::<(Bool, Bool, Nullable<Text>, Nullable<Double>, Nullable<BigInt>, Bool)>::new(SQL, &binds)
+        .get_result(conn)
+}
+
+/// Closes the record of a run that was displaced. Invariant: it neither waits for a record that somebody else is
+/// changing nor touches one that is no longer `running`.
+pub(crate) fn close_displaced(conn: &mut PgConnection, displaced: &str, by: &RunId) -> QueryResult<bool> {
+    const SQL: &str = concat!(
+        r#", displaced AS (
+          SELECT "id" FROM "IssueSyncRun" WHERE "id" = $1 AND "status" = 'running' FOR NO KEY UPDATE SKIP LOCKED),
+        closed AS (
+          UPDATE "IssueSyncRun" r SET "status" = 'failed', "errorMessage" = 'lock taken over by run ' || $2,
+            "completedAt" = "#,
+        stamp!("IssueSyncRun", "completedAt"),
+        r#"
+          FROM displaced WHERE r."id" = displaced."id" RETURNING 1)
+        SELECT EXISTS (SELECT 1 FROM closed)"#
+    );
+    Statement::<Bool>::new(SQL, &[Bind::Text(displaced), Bind::Text(by.as_str())]).get_result(conn)
+}
+
+/// Frees whatever a run holds. Invariant: it deletes by run id alone, so it cannot free a row of another run, and it
+/// deletes, so no row without a holder is left that a peer could not insert over.
+pub(crate) fn release(conn: &mut PgConnection, run_id: &RunId) -> QueryResult<bool> {
+    const SQL: &str = concat!(
+        ", ",
+        bounded!(),
+        r#",
+        freed AS (
+          DELETE FROM "sync_lock" USING before
+          WHERE "syncRunId" = $1 AND set_config('lock_timeout', $2, true) IS NOT NULL RETURNING 1)
+        SELECT EXISTS (SELECT 1 FROM freed) AND "#,
+        restored!()
+    );
+    Statement::<Bool>::new(SQL, &[Bind::Text(run_id.as_str()), Bind::Text(LOCK_WAIT_MS)]).get_result(conn)
+}
+
+/// Frees what an abandoned claim may have won and closes its record. Invariant: both or none, any number of times.
+pub(crate) fn abandon(conn: &mut PgConnection, run_id: &RunId) -> QueryResult<bool> {
+    const SQL: &str = concat!(
+        r#", freed AS (
+          DELETE FROM "sync_lock" WHERE "syncRunId" = $1 AND set_config('lock_timeout', $2, true) IS NOT NULL
+          RETURNING 1),
+        closed AS (
+          UPDATE "IssueSyncRun" SET "status" = 'failed', "errorMessage" = 'the claim was abandoned before it was answered',
+            "completedAt" = "#,
+        stamp!("IssueSyncRun", "completedAt"),
+        r#"
+          WHERE "id" = $1 AND "status" = 'running')
+        SELECT EXISTS (SELECT 1 FROM freed)"#
+    );
+    Statement::<Bool>::new(SQL, &[Bind::Text(run_id.as_str()), Bind::Text(LOCK_WAIT_MS)]).get_result(conn)
+}
+
+/// How a run ended.
+pub(crate) enum Ending<'a> {
+    Completed(&'a RunReport),
+    Failed(&'a str),
+}
+
+/// Writes the end of a run into its record. Invariant: only a record that is still `running` changes.
+pub(crate) fn finish(conn: &mut PgConnection, run_id: &RunId, ending: &Ending<'_>) -> QueryResult<bool> {
+    const SQL: &str = concat!(
+        ", ",
+        bounded!(),
+        r#",
+        done AS (
+          UPDATE "IssueSyncRun" SET "status" = $2, "reposFetched" = coalesce($3::int, "reposFetched"),
+            "syncedCount" = coalesce($4::int, "syncedCount"), "notes" = coalesce($5, "notes"),
+            "errorMessage" = coalesce($6, "errorMessage"), "completedAt" = "#,
+        stamp!("IssueSyncRun", "completedAt"),
+        r#"
+          FROM before
+          WHERE "id" = $1 AND "status" = 'running' AND set_config('lock_timeout', $7, true) IS NOT NULL RETURNING 1)
+        SELECT EXISTS (SELECT 1 FROM done) AND "#,
+        restored!()
+    );
+    let (status, report, error) = match ending {
+        Ending::Completed(report) => ("completed", Some(*report), None),
+        Ending::Failed(message) => ("failed", None, Some(storable(message))),
+    };
+    let notes = report.and_then(|report| report.notes.as_deref()).map(storable);
+    let binds = [
+        Bind::Text(run_id.as_str()),
+        Bind::Text(status),
+        Bind::MaybeWhole(report.map(|report| report.repos_fetched.into())),
+        Bind::MaybeWhole(report.map(|report| report.synced_count.into())),
+        Bind::MaybeText(notes.as_deref()),
+        Bind::MaybeText(error.as_deref()),
+        Bind::Text(LOCK_WAIT_MS),
+    ];
+    Statement::<Bool>::new(SQL, &binds).get_result(conn)
+}
+
+/// A row of `sync_lock` as it stands.
+#[derive(Clone, Debug, PartialEq, Queryable)]
+pub(crate) struct Row {
+    pub(crate) key: String,
+    pub(crate) holder: Option<String>,
+    /// Microseconds since 1970; none for an infinite stamp.
+    pub(crate) at_micros: Option<i64>,
+    /// Seconds; not finite if the stamp is not.
+    pub(crate) age: f64,
+}
+
+/// Lists the rows by key. Invariant: it reads, and takes no row lock.
+pub(crate) fn rows(conn: &mut PgConnection) -> QueryResult<Vec<Row>> {
+    const SQL: &str = r#", one AS (SELECT extract(epoch FROM clock_timestamp()) AS now)
+        SELECT "id", "syncRunId",
+          CASE WHEN isfinite("acquiredAt") THEN (extract(epoch FROM "acquiredAt") * 1000000)::bigint END,
+          (one.now - extract(epoch FROM "acquiredAt"))::float8
+        FROM one, "sync_lock" ORDER BY "id""#;
+    Statement::<(Text, Nullable<Text>, Nullable<BigInt>, Double)>::new(SQL, &[]).get_results(conn)
+}
+
+/// What a claim needs and does not find. Invariant: it only reads the catalog, so any role may ask.
+pub(crate) fn obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(String, String)>> {
+    const SQL: &str = r#", need(tab, privileges) AS (
+          VALUES ('sync_lock', ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']),
+            ('IssueSyncRun', ARRAY['SELECT', 'INSERT', 'UPDATE'])),
+        found AS (SELECT need.*, to_regclass(quote_ident(tab)) AS oid FROM need)
+        SELECT tab, 'missing' FROM found WHERE oid IS NULL
+        UNION ALL
+        SELECT tab, privilege FROM found, unnest(privileges) privilege WHERE NOT has_table_privilege(oid, privilege)"#;
+    Statement::<(Text, Text)>::new(SQL, &[]).get_results(conn)
+}
+
+/// Whether a table of that name is in the search path. Invariant: it only reads the catalog.
+pub(crate) fn table_exists(conn: &mut PgConnection, table: &str) -> QueryResult<bool> {
+    const SQL: &str = " SELECT to_regclass(quote_ident($1)) IS NOT NULL";
+    Statement::<Bool>::new(SQL, &[Bind::Text(table)]).get_result(conn)
+}
+
+/// What the migration needs and the role does not have, as privilege and object. Invariant: it only reads the catalog.
+/// diesel creates its bookkeeping table with IF NOT EXISTS, which asks for CREATE even where the table is there.
+pub(crate) fn migration_obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(String, String)>> {
+    const SQL: &str = r#", need(tab, privileges) AS (
+          VALUES ('sync_lock', ARRAY['SELECT', 'UPDATE', 'DELETE']),
+            ('__diesel_schema_migrations', ARRAY['SELECT', 'INSERT']))
+        SELECT 'CREATE', 'SCHEMA ' || quote_ident(current_schema()) WHERE NOT has_schema_privilege(current_schema(), 'CREATE')
+        UNION ALL
+        SELECT privilege, 'TABLE ' || quote_ident(tab) FROM need, unnest(privileges) privilege
+        WHERE NOT has_table_privilege(to_regclass(quote_ident(tab)), privilege)"#;
+    Statement::<(Text, Text)>::new(SQL, &[]).get_results(conn)
+}
+
+/// The columns of a table, as name and type. Empty if there is no such table. Invariant: it only reads the catalog.
+pub(crate) fn columns(conn: &mut PgConnection, table: &str) -> QueryResult<Vec<(String, String)>> {
+    const SQL: &str = r", one AS (SELECT to_regclass(quote_ident($1)) AS oid)
+        SELECT a.attname::text, format_type(a.atttypid, NULL)
+        FROM one JOIN pg_attribute a ON a.attrelid = one.oid AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum";
+    Statement::<(Text, Text)>::new(SQL, &[Bind::Text(table)]).get_results(conn)
+}
+
+/// Sets a setting until the end of the transaction. Invariant: nothing of it is left on the connection afterwards.
+pub(crate) fn set_local(conn: &mut PgConnection, setting: &str, value: &str) -> QueryResult<()> {
+    const SQL: &str = " SELECT set_config($1, $2, true)";
+    Statement::<Text>::new(SQL, &[Bind::Text(setting), Bind::Text(value)]).get_result::<String>(conn).map(drop)
+}
+
+/// Waits for the migration lock. Invariant: it ends with the transaction, so it works through a pooler and no killed
+/// process can leave it behind.
+pub(crate) fn lock_migrations(conn: &mut PgConnection) -> QueryResult<()> {
+    const SQL: &str = ", one AS (SELECT pg_advisory_xact_lock(hashtextextended($1, 0))) SELECT count(*) FROM one";
+    Statement::<BigInt>::new(SQL, &[Bind::Text("sync-lock migrate")]).get_result::<i64>(conn).map(drop)
+}
+
+/// Locks the leftover shared row and shows it. Invariant: while the transaction lasts, the row that was shown is the
+/// row that the cleanup meets.
+pub(crate) fn lock_legacy_row(conn: &mut PgConnection) -> QueryResult<Option<Row>> {
+    const SQL: &str = r#", row AS (SELECT * FROM "sync_lock" WHERE "id" = $1 FOR UPDATE)
+        SELECT "id", "syncRunId",
+          CASE WHEN isfinite("acquiredAt") THEN (extract(epoch FROM "acquiredAt") * 1000000)::bigint END,
+          (extract(epoch FROM clock_timestamp()) - extract(epoch FROM "acquiredAt"))::float8
+        FROM row"#;
+    let binds = [Bind::Text(crate::key::LEGACY_KEY)];
+    Statement::<(Text, Nullable<Text>, Nullable<BigInt>, Double)>::new(SQL, &binds).get_result(conn).optional()
+}
+
+/// The conditional DELETE of the migration, which both migration tools run.
+pub(crate) const CLEANUP: &str = include_str!("../migrations/20261130000000_remove_orphaned_global_sync_lock/up.sql");
+
+/// The two tables, for a database that Prisma will never manage.
+pub(crate) const BOOTSTRAP: &str = include_str!("bootstrap.sql");
+
+/// A value of a statement.
+enum Bind<'a> {
+    Text(&'a str),
+    MaybeText(Option<&'a str>),
+    MaybeWhole(Option<i64>),
+    Float(f64),
+}
+
+/// A statement as diesel runs and caches it: `text` follows the `WITH` item that binds the values.
+struct Statement<'a, Row> {
+    text: &'static str,
+    binds: &'a [Bind<'a>],
+    row: PhantomData<Row>,
+}
+
+impl<'a, Row> Statement<'a, Row> {
+    fn new(text: &'static str, binds: &'a [Bind<'a>]) -> Self {
+        Self { text, binds, row: PhantomData }
+    }
+}
+
+/// Cached by text and not by type: two statements may share a type.
+impl<Row> QueryId for Statement<'_, Row> {
+    type QueryId = ();
+    const HAS_STATIC_QUERY_ID: bool = false;
+}
+
+impl<Row> Query for Statement<'_, Row> {
+    type SqlType = Row;
+}
+
+impl<Row> RunQueryDsl<PgConnection> for Statement<'_, Row> {}
+
+impl<Row> QueryFragment<Pg> for Statement<'_, Row> {
+    fn walk_ast<'b>(&'b self, mut out: AstPass<'_, 'b, Pg>) -> QueryResult<()> {
+        // Without a value there is still a `WITH` item, so that every text may go on with a comma.
+        out.push_sql(if self.binds.is_empty() { "WITH p AS (SELECT 1" } else { "WITH p AS (SELECT " });
+        for (index, bind) in self.binds.iter().enumerate() {
+            if index > 0 {
+                out.push_sql(", ");
+            }
+            match bind {
+                Bind::Text(value) => {
+                    out.push_bind_param::<Text, _>(*value)?;
+                    out.push_sql("::text");
+                }
+                Bind::MaybeText(value) => {
+                    out.push_bind_param::<Nullable<Text>, _>(value)?;
+                    out.push_sql("::text");
+                }
+                Bind::MaybeWhole(value) => {
+                    out.push_bind_param::<Nullable<BigInt>, _>(value)?;
+                    out.push_sql("::bigint");
+                }
+                Bind::Float(value) => {
+                    out.push_bind_param::<Double, _>(value)?;
+                    out.push_sql("::float8");
+                }
+            }
+        }
+        out.push_sql(")");
+        out.push_sql(self.text);
+        Ok(())
+    }
+}
+
+/// Postgres text cannot hold a NUL. The words around it are worth more than the character.
+fn storable(text: &str) -> String {
+    text.replace('\0', "\u{fffd}")
+}
