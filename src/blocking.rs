@@ -286,23 +286,31 @@ pub(crate) fn bounded<T>(
     outcome.map_err(|error| lock_timeout_or_else(conn, error, sent.elapsed()))
 }
 
-/// diesel keeps SQLSTATE 55P03 to itself. Where the server speaks English its message tells; in any other language it is
-/// the one error without an explanation that takes as long as the wait itself.
 fn lock_timeout_or_else(conn: &mut PgConnection, error: DieselError, waited: Duration) -> LockError {
-    let DieselError::DatabaseError(DatabaseErrorKind::Unknown, ref information) = error else {
-        return explain(conn, error);
+    let (timed_out, in_english) = match &error {
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, information) => {
+            (is_lock_timeout(information.message(), waited), information.message().starts_with(CANCELLED))
+        }
+        _ => (false, false),
     };
-    let message = information.message().to_owned();
-    if message.starts_with("canceling statement due to lock timeout") {
+    if timed_out && in_english {
         return LockError::RowLocked(error);
     }
     match explain(conn, error) {
-        LockError::Database(error)
-            if waited >= store::LOCK_WAIT && !message.starts_with("canceling statement due to ") =>
-        {
-            LockError::RowLocked(error)
-        }
+        LockError::Database(error) if timed_out => LockError::RowLocked(error),
         explained => explained,
+    }
+}
+
+/// How an English server begins when it gives up on a statement.
+const CANCELLED: &str = "canceling statement due to ";
+
+/// diesel keeps SQLSTATE 55P03 to itself. An English server's message tells; in any other language it is the one error
+/// that nothing else explains and that took as long as the wait itself.
+fn is_lock_timeout(message: &str, waited: Duration) -> bool {
+    match message.strip_prefix(CANCELLED) {
+        Some(reason) => reason.starts_with("lock timeout"),
+        None => waited >= store::LOCK_WAIT,
     }
 }
 
@@ -326,6 +334,15 @@ mod tests {
         assert_eq!(state(Some("run"), f64::NEG_INFINITY), LockState::Future);
         assert_eq!(state(None, -5.0), LockState::Orphaned);
         assert_eq!(state(None, 9999.0), LockState::Orphaned);
+    }
+
+    #[test]
+    fn a_lock_timeout_is_known_in_any_language() {
+        let (short, long) = (Duration::from_millis(20), Duration::from_millis(201));
+        assert!(is_lock_timeout("canceling statement due to lock timeout", short));
+        assert!(!is_lock_timeout("canceling statement due to statement timeout", long));
+        assert!(is_lock_timeout("breche Anfrage ab wegen Zeitüberschreitung für Sperre", long));
+        assert!(!is_lock_timeout("keine Berechtigung für Tabelle sync_lock", short));
     }
 
     #[test]

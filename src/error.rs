@@ -68,6 +68,14 @@ pub enum LockError {
 }
 
 impl LockError {
+    /// From what [`store::obstacles`] found.
+    pub(crate) fn of_obstacle((privilege, object): (Option<String>, String)) -> Self {
+        match privilege {
+            Some(privilege) => Self::MissingPrivilege { privilege, object },
+            None => Self::MissingTable(object),
+        }
+    }
+
     /// Whether the same call may succeed later without anybody doing anything.
     #[must_use]
     pub fn is_transient(&self) -> bool {
@@ -160,13 +168,8 @@ pub(crate) fn explain(conn: &mut PgConnection, error: DieselError) -> LockError 
 
 /// The first thing that keeps every claim from working: a table that is missing or another one, or a privilege.
 pub(crate) fn find_obstacle(conn: &mut PgConnection) -> Option<LockError> {
-    for (table, obstacle) in store::obstacles(conn).ok()? {
-        return Some(match obstacle.as_str() {
-            "missing" => LockError::MissingTable(table),
-            _ => LockError::MissingPrivilege { privilege: obstacle, object: format!("\"{table}\"") },
-        });
-    }
-    find_wrong_column(conn)
+    let first = store::obstacles(conn).ok()?.into_iter().next();
+    first.map(LockError::of_obstacle).or_else(|| find_wrong_column(conn))
 }
 
 /// The first column of `sync_lock` that is not as Prisma made it.

@@ -192,16 +192,16 @@ fn bootstrap(conn: &mut PgConnection) -> Result<bool, MigrateError> {
 
 /// Looks before anything is changed: the right tables, and a role that may do what is to be done.
 fn check(conn: &mut PgConnection) -> Result<(), MigrateError> {
-    for table in ["sync_lock", "IssueSyncRun"] {
-        if !store::table_exists(conn, table)? {
-            return Err(LockError::MissingTable(table.to_owned()).into());
-        }
+    // What a claim needs on the rows is not the migration's affair; a table that cannot be found is.
+    let unseen = |(privilege, _): &(Option<String>, String)| privilege.as_deref().is_none_or(|name| name == "USAGE");
+    if let Some(obstacle) = store::obstacles(conn)?.into_iter().find(unseen) {
+        return Err(LockError::of_obstacle(obstacle).into());
     }
     if let Some(wrong) = find_wrong_column(conn) {
         return Err(wrong.into());
     }
     if let Some((privilege, object)) = store::migration_obstacles(conn)?.into_iter().next() {
-        return Err(LockError::MissingPrivilege { privilege, object }.into());
+        return Err(LockError::of_obstacle((Some(privilege), object)).into());
     }
     Ok(())
 }

@@ -258,16 +258,24 @@ pub(crate) fn rows(conn: &mut PgConnection) -> QueryResult<Vec<Row>> {
     Statement::<(Text, Nullable<Text>, Nullable<BigInt>, Double)>::new(SQL, &[]).get_results(conn)
 }
 
-/// What a claim needs and does not find. Invariant: it only reads the catalog, so any role may ask.
-pub(crate) fn obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(String, String)>> {
+/// What a claim needs and does not find, as privilege and object; an object without a privilege does not exist.
+/// Invariant: it only reads the catalog, so any role may ask.
+pub(crate) fn obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(Option<String>, String)>> {
     const SQL: &str = r#", need(tab, privileges) AS (
           VALUES ('sync_lock', ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']),
             ('IssueSyncRun', ARRAY['SELECT', 'INSERT', 'UPDATE'])),
-        found AS (SELECT need.*, to_regclass(quote_ident(tab)) AS oid FROM need)
-        SELECT tab, 'missing' FROM found WHERE oid IS NULL
+        found AS (SELECT need.*, to_regclass(quote_ident(tab)) AS oid FROM need),
+        hidden AS (
+          SELECT found.tab, n.nspname FROM found JOIN pg_class c ON c.relname = found.tab
+            JOIN pg_namespace n ON n.oid = c.relnamespace AND NOT has_schema_privilege(n.oid, 'USAGE')
+          WHERE found.oid IS NULL)
+        SELECT 'USAGE', 'SCHEMA ' || quote_ident(nspname) FROM hidden
         UNION ALL
-        SELECT tab, privilege FROM found, unnest(privileges) privilege WHERE NOT has_table_privilege(oid, privilege)"#;
-    Statement::<(Text, Text)>::new(SQL, &[]).get_results(conn)
+        SELECT NULL, tab FROM found WHERE oid IS NULL AND tab NOT IN (SELECT tab FROM hidden)
+        UNION ALL
+        SELECT privilege, 'TABLE ' || quote_ident(tab) FROM found, unnest(privileges) privilege
+        WHERE NOT has_table_privilege(oid, privilege)"#;
+    Statement::<(Nullable<Text>, Text)>::new(SQL, &[]).get_results(conn)
 }
 
 /// Whether a table of that name is in the search path. Invariant: it only reads the catalog.

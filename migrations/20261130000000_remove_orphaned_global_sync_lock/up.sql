@@ -1,6 +1,6 @@
 -- Removes the row `global` of the retired shared key if nobody holds it any more: no holder, or older than the maximum
 -- age. A live row stays and so does every other row. Nothing here raises, because a failed migration would block every
--- later deploy. `sync-lock migrate` passes the configured maximum age in a setting; otherwise 30 minutes count.
+-- later deploy. `sync-lock migrate` passes the configured maximum age in a setting. Otherwise 30 minutes count.
 DELETE FROM "sync_lock"
 WHERE "id" = 'global'
   AND ("syncRunId" IS NULL

@@ -1,0 +1,160 @@
+//! No wait without an end; one round trip; a loser writes nothing.
+
+use std::time::{Duration, Instant};
+
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use sync_lock::blocking::{acquire_lock, complete_run, release_lock};
+use sync_lock::{Acquisition, LockError, MaxAge, RunReport, Settings, SyncLock, SyncType};
+
+use crate::support::wire::Wire;
+use crate::support::{TestDatabase, holds, is_win, poll, won};
+
+/// Well above the wait of 200 ms, twice, and well below anybody's patience.
+const BOUND: Duration = Duration::from_secs(5);
+
+#[test]
+fn a_claim_a_loss_and_a_release_cost_one_round_trip_each() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let mut conn = PgConnection::establish(wire.url()).unwrap();
+    let mut other = PgConnection::establish(wire.url()).unwrap();
+    for warm in [false, true] {
+        wire.round_trips();
+        let run = won(acquire_lock(&mut conn, SyncType::Scheduled, MaxAge::DEFAULT).unwrap());
+        let claim = wire.round_trips();
+        assert!(!is_win(&acquire_lock(&mut other, SyncType::Manual, MaxAge::DEFAULT).unwrap()));
+        let loss = wire.round_trips();
+        release_lock(&mut conn, &run).unwrap();
+        let release = wire.round_trips();
+        if warm {
+            assert_eq!((claim, loss, release), (1, 1, 1));
+        }
+    }
+}
+
+#[test]
+fn a_takeover_costs_one_round_trip() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let mut conn = PgConnection::establish(wire.url()).unwrap();
+    for warm in [false, true] {
+        database.plant("reconcile", None, 1.0);
+        wire.round_trips();
+        assert!(is_win(&acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap()));
+        let orphan = wire.round_trips();
+        database.back_date(3600.0);
+        assert!(is_win(&acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap()));
+        let expired = wire.round_trips();
+        if warm {
+            assert_eq!((orphan, expired), (1, 1));
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_async_handle_adds_no_round_trip() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1));
+    for warm in [false, true] {
+        wire.round_trips();
+        let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+        let claim = wire.round_trips();
+        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+        let loss = wire.round_trips();
+        locks.release_lock(&run).await.unwrap();
+        let release = wire.round_trips();
+        if warm {
+            assert_eq!((claim, loss, release), (1, 1, 1));
+        }
+    }
+}
+
+#[test]
+fn a_loser_against_a_live_row_writes_nothing_and_raises_nothing() {
+    let database = TestDatabase::new();
+    let mut conn = database.connect();
+    let _held = won(acquire_lock(&mut conn, SyncType::Scheduled, MaxAge::DEFAULT).unwrap());
+    let written = |conn: &mut PgConnection| !holds(conn, "SELECT pg_current_xact_id_if_assigned() IS NULL AS holds");
+    conn.transaction::<_, diesel::result::Error, _>(|conn| {
+        for _ in 0..100 {
+            assert!(!is_win(&acquire_lock(conn, SyncType::Manual, MaxAge::DEFAULT).unwrap()));
+        }
+        assert!(!written(conn), "a transaction that wrote has an id");
+        assert!(is_win(&acquire_lock(conn, SyncType::Automation, MaxAge::DEFAULT).unwrap()));
+        assert!(written(conn), "and a winner's has one");
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(database.runs().len(), 2);
+    database.assert_no_server_errors();
+}
+
+#[test]
+fn a_contender_that_meets_a_locked_row_gets_a_conflict_and_not_a_wait() {
+    let database = TestDatabase::new();
+    database.plant("reconcile", Some("crashed"), 7200.0);
+    let mut other = database.connect();
+    other.batch_execute(r#"BEGIN; SELECT 1 FROM "sync_lock" FOR UPDATE"#).unwrap();
+    let started = Instant::now();
+    let answer = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
+    assert!(started.elapsed() < BOUND);
+    let Acquisition::Conflict { holder: Some(holder), .. } = answer else { panic!("{answer:?}") };
+    assert_eq!(holder.run_id.as_str(), "crashed");
+    other.batch_execute("ROLLBACK").unwrap();
+    assert!(is_win(&acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap()));
+    database.assert_no_server_errors();
+}
+
+#[test]
+fn a_contender_that_meets_an_uncommitted_row_gets_a_conflict_within_its_bound() {
+    let database = TestDatabase::new();
+    let mut other = database.connect();
+    other.batch_execute(r#"BEGIN; INSERT INTO "sync_lock" VALUES ('reconcile', 'peer', now())"#).unwrap();
+    let started = Instant::now();
+    let answer = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
+    assert!(started.elapsed() < BOUND);
+    assert!(matches!(answer, Acquisition::Conflict { holder: None, .. }), "{answer:?}");
+    assert_eq!(database.runs(), [], "a conflict leaves no record");
+    other.batch_execute("COMMIT").unwrap();
+    let answer = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
+    let Acquisition::Conflict { holder: Some(holder), .. } = answer else { panic!("{answer:?}") };
+    assert_eq!(holder.run_id.as_str(), "peer");
+}
+
+#[test]
+fn a_contender_whose_rival_rolls_back_wins() {
+    let database = TestDatabase::new();
+    let mut rival = database.connect();
+    // On a busy machine the wait may be over before it is seen; then the next round shows it.
+    poll("a contender that outwaits its rival", || {
+        rival.batch_execute(r#"BEGIN; INSERT INTO "sync_lock" VALUES ('reconcile', 'peer', now())"#).unwrap();
+        let answer = std::thread::scope(|scope| {
+            let contender = scope.spawn(|| acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT));
+            poll("the end of the claim, or its wait", || contender.is_finished() || database.waiting() > 0);
+            rival.batch_execute("ROLLBACK").unwrap();
+            contender.join().unwrap().unwrap()
+        });
+        assert_eq!(database.runs().len(), usize::from(is_win(&answer)));
+        is_win(&answer)
+    });
+}
+
+#[test]
+fn a_release_that_meets_a_locked_row_ends_within_its_bound_and_may_be_repeated() {
+    let database = TestDatabase::new();
+    let mut conn = database.connect();
+    let run = won(acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+    let mut other = database.connect();
+    other
+        .batch_execute(r#"BEGIN; SELECT 1 FROM "sync_lock" FOR UPDATE; SELECT 1 FROM "IssueSyncRun" FOR UPDATE"#)
+        .unwrap();
+    let started = Instant::now();
+    assert!(matches!(release_lock(&mut conn, &run), Err(LockError::RowLocked(_))));
+    assert!(matches!(complete_run(&mut conn, &run, &RunReport::default()), Err(LockError::RowLocked(_))));
+    assert!(started.elapsed() < BOUND);
+    other.batch_execute("ROLLBACK").unwrap();
+    assert!(complete_run(&mut conn, &run, &RunReport::default()).unwrap());
+    assert!(release_lock(&mut conn, &run).unwrap());
+}
