@@ -277,7 +277,7 @@ pub(crate) fn bounded<T>(
         loop {
             match statement(conn) {
                 Err(DieselError::DatabaseError(kind, _)) if kind == repeatable && tries < SERIALIZATION_TRIES => {
-                    tries += 1
+                    tries += 1;
                 }
                 outcome => break outcome,
             }

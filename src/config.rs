@@ -24,7 +24,7 @@ pub struct MaxAge(Duration);
 
 impl MaxAge {
     /// 30 minutes, the value of the TypeScript module.
-    pub const DEFAULT: Self = Self(Duration::from_secs(30 * 60));
+    pub const DEFAULT: Self = Self(Duration::from_mins(30));
 
     /// A maximum age of the caller's own.
     ///

@@ -180,6 +180,7 @@ impl InvalidKey {
     }
 }
 
+#[derive(Clone, Copy)]
 enum TextProblem {
     Empty,
     Nul,

@@ -261,7 +261,7 @@ pub(crate) fn rows(conn: &mut PgConnection) -> QueryResult<Vec<Row>> {
 /// What a claim needs and does not find, as privilege and object; an object without a privilege does not exist.
 /// Invariant: it only reads the catalog, so any role may ask.
 pub(crate) fn obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(Option<String>, String)>> {
-    const SQL: &str = r#", need(tab, privileges) AS (
+    const SQL: &str = r", need(tab, privileges) AS (
           VALUES ('sync_lock', ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']),
             ('IssueSyncRun', ARRAY['SELECT', 'INSERT', 'UPDATE'])),
         found AS (SELECT need.*, to_regclass(quote_ident(tab)) AS oid FROM need),
@@ -274,7 +274,7 @@ pub(crate) fn obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(Option<Stri
         SELECT NULL, tab FROM found WHERE oid IS NULL AND tab NOT IN (SELECT tab FROM hidden)
         UNION ALL
         SELECT privilege, 'TABLE ' || quote_ident(tab) FROM found, unnest(privileges) privilege
-        WHERE NOT has_table_privilege(oid, privilege)"#;
+        WHERE NOT has_table_privilege(oid, privilege)";
     Statement::<(Nullable<Text>, Text)>::new(SQL, &[]).get_results(conn)
 }
 
@@ -287,13 +287,13 @@ pub(crate) fn table_exists(conn: &mut PgConnection, table: &str) -> QueryResult<
 /// What the migration needs and the role does not have, as privilege and object. Invariant: it only reads the catalog.
 /// diesel creates its bookkeeping table with IF NOT EXISTS, which asks for CREATE even where the table is there.
 pub(crate) fn migration_obstacles(conn: &mut PgConnection) -> QueryResult<Vec<(String, String)>> {
-    const SQL: &str = r#", need(tab, privileges) AS (
+    const SQL: &str = r", need(tab, privileges) AS (
           VALUES ('sync_lock', ARRAY['SELECT', 'UPDATE', 'DELETE']),
             ('__diesel_schema_migrations', ARRAY['SELECT', 'INSERT']))
         SELECT 'CREATE', 'SCHEMA ' || quote_ident(current_schema()) WHERE NOT has_schema_privilege(current_schema(), 'CREATE')
         UNION ALL
         SELECT privilege, 'TABLE ' || quote_ident(tab) FROM need, unnest(privileges) privilege
-        WHERE NOT has_table_privilege(to_regclass(quote_ident(tab)), privilege)"#;
+        WHERE NOT has_table_privilege(to_regclass(quote_ident(tab)), privilege)";
     Statement::<(Text, Text)>::new(SQL, &[]).get_results(conn)
 }
 

@@ -45,7 +45,7 @@ struct Lock<'a> {
 fn json(rows: &[LockRow], max_age: MaxAge) -> Result<String, Failure> {
     let locks = rows.iter().map(|row| Lock {
         key: row.key.as_str(),
-        holder: row.holder.as_ref().map(|holder| holder.as_str()),
+        holder: row.holder.as_ref().map(sync_lock::RunId::as_str),
         acquired_at: row.acquired_at.map(|at| at.to_rfc3339_opts(SecondsFormat::Micros, true)),
         age_ms: age_ms(row.age_seconds),
         state: row.state.as_str(),

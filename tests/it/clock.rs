@@ -70,7 +70,7 @@ fn every_statement_is_right_on_columns_without_a_time_zone_too() {
     let run = won(acquire_lock(&mut conn, SyncType::Scheduled, MaxAge::DEFAULT).unwrap());
     let near_now = |column: &str, table: &str| {
         database.holds(&format!(
-            r#"SELECT bool_and(abs(extract(epoch FROM {column}) - extract(epoch FROM now())) < 60) AS holds FROM {table}"#
+            r"SELECT bool_and(abs(extract(epoch FROM {column}) - extract(epoch FROM now())) < 60) AS holds FROM {table}"
         ))
     };
     assert!(near_now(r#""acquiredAt""#, r#""sync_lock""#));

@@ -45,7 +45,7 @@ fn an_orphaned_or_expired_global_row_is_removed_and_reported_and_every_other_row
         database.plant("global", holder, age);
         let report = run(&database, &Migration::new(MaxAge::DEFAULT)).unwrap();
         let removed = report.removed.expect("the row that was removed");
-        assert_eq!((removed.holder.as_ref().map(|h| h.as_str()), removed.state), (holder, state));
+        assert_eq!((removed.holder.as_ref().map(sync_lock::RunId::as_str), removed.state), (holder, state));
         assert!((age..age + 60.0).contains(&removed.age_seconds));
         assert_eq!(report.applied, ["20261130000000"]);
         assert_eq!(database.locks_held(), untouched);
@@ -107,7 +107,7 @@ fn waiting_ends_as_soon_as_the_live_row_is_gone_and_is_bounded() {
     assert!(matches!(run(&database, &migration.wait(Duration::from_millis(700))), Err(MigrateError::Live(_))));
     assert!(started.elapsed() >= Duration::from_millis(700));
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| run(&database, &migration.wait(Duration::from_secs(3600))));
+        let waiting = scope.spawn(|| run(&database, &migration.wait(Duration::from_hours(1))));
         database.execute(r#"DELETE FROM "sync_lock" WHERE "id" = 'global'"#);
         assert_eq!(waiting.join().unwrap().unwrap().applied.len(), 1);
     });

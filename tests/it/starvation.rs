@@ -14,8 +14,7 @@ fn five_jobs_at_the_same_moment_all_win() {
     let database = TestDatabase::new();
     for round in 0..20 {
         let answers = race(&database, FIVE.len(), |index, conn| {
-            let answer = acquire_lock(conn, FIVE[index], MaxAge::DEFAULT).expect("an answer");
-            answer
+            acquire_lock(conn, FIVE[index], MaxAge::DEFAULT).expect("an answer")
         });
         let winners = answers.iter().filter(|answer| is_win(answer)).count();
         assert_eq!(winners, 5, "round {round}: one winner and four starved jobs is the old fault: {answers:?}");
