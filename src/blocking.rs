@@ -17,8 +17,8 @@ use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use crate::config::MaxAge;
 use crate::error::{LockError, explain, in_transaction};
 use crate::key::{Job, LEGACY_KEY, LockKey};
-use crate::run::{RunId, RunReport};
-use crate::store::{self, Claim, Ending};
+use crate::run::{Ending, RunId, RunReport, owner_id};
+use crate::store::{self, Claim};
 
 /// How often a statement outside a transaction is sent again after a serialization failure. Each failure means that
 /// some other contender got through.
@@ -90,21 +90,21 @@ pub fn acquire_lock(conn: &mut PgConnection, job: impl Into<Job>, max_age: MaxAg
 /// [`LockError::RowLocked`] if another transaction has the row locked for more than 200 ms, and what any statement may meet.
 pub fn release_lock(conn: &mut PgConnection, run_id: &RunId) -> Result<bool, LockError> {
     let freed = bounded(conn, |conn| store::release(conn, run_id))?;
-    tracing::info!(%run_id, freed, "released");
+    tracing::info!(%run_id, owner = owner_id(), freed, "released");
     Ok(freed)
 }
 
 /// Marks a run as completed and says whether its record was still `running`. A finished record is never changed.
 pub fn complete_run(conn: &mut PgConnection, run_id: &RunId, report: &RunReport) -> Result<bool, LockError> {
-    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Completed(report)))?;
-    tracing::info!(%run_id, changed, "succeeded");
+    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Completed(report.clone())))?;
+    tracing::info!(%run_id, owner = owner_id(), changed, "succeeded");
     Ok(changed)
 }
 
 /// Marks a run as failed and says whether its record was still `running`. A finished record is never changed.
 pub fn fail_run(conn: &mut PgConnection, run_id: &RunId, error_message: &str) -> Result<bool, LockError> {
-    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Failed(error_message)))?;
-    tracing::info!(%run_id, changed, error_message, "failed");
+    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Failed(error_message.to_owned())))?;
+    tracing::info!(%run_id, owner = owner_id(), changed, error_message, "failed");
     Ok(changed)
 }
 
@@ -249,15 +249,15 @@ fn report(job: &Job, acquisition: &Acquisition) {
     let (key, sync_type) = (job.key(), job.sync_type());
     match acquisition {
         Acquisition::Locked { run_id, displaced: None, .. } => {
-            tracing::info!(%key, sync_type, %run_id, "acquired");
+            tracing::info!(%key, sync_type, %run_id, owner = owner_id(), "acquired");
         }
         Acquisition::Locked { run_id, displaced: Some(displaced), .. } => {
             let previous = displaced.run_id.as_ref().map(RunId::as_str);
-            tracing::warn!(%key, sync_type, %run_id, previous, age = ?displaced.age, "taken over");
+            tracing::warn!(%key, sync_type, %run_id, owner = owner_id(), previous, age = ?displaced.age, "taken over");
         }
         Acquisition::Conflict { holder } => {
             let (age, holder) = (holder.as_ref().map(|holder| holder.age), holder.as_ref().map(|h| h.run_id.as_str()));
-            tracing::info!(%key, sync_type, holder, ?age, "skipped");
+            tracing::info!(%key, sync_type, owner = owner_id(), holder, ?age, "skipped");
         }
     }
 }
@@ -286,7 +286,7 @@ pub(crate) fn bounded<T>(
     outcome.map_err(|error| lock_timeout_or_else(conn, error, sent.elapsed()))
 }
 
-fn lock_timeout_or_else(conn: &mut PgConnection, error: DieselError, waited: Duration) -> LockError {
+pub(crate) fn lock_timeout_or_else(conn: &mut PgConnection, error: DieselError, waited: Duration) -> LockError {
     let (timed_out, in_english) = match &error {
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, information) => {
             (is_lock_timeout(information.message(), waited), information.message().starts_with(CANCELLED))

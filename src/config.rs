@@ -13,13 +13,19 @@ use crate::error::LockError;
 /// The variable with the maximum age in milliseconds, shared with the TypeScript replicas.
 const MAX_AGE_VARIABLE: &str = "DISPATCH_SYNC_LOCK_MAX_AGE_MS";
 
+/// The longest time between two renewals.
+const LONGEST_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
+
+/// The shortest maximum age of a lease: three renewals, each with time for a round trip on a busy machine.
+const SHORTEST_LEASE: Duration = Duration::from_millis(500);
+
 /// The variable with the connection string, and the documented alias that counts where it is unset.
 const URL_VARIABLES: [&str; 2] = ["DATABASE_URL", "DISPATCH_DATABASE_URL"];
 
 /// How old a row may get before another contender may take it over.
 ///
 /// The contender's value decides, so it must be the same on every replica, TypeScript and Rust.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MaxAge(Duration);
 
 impl MaxAge {
@@ -32,7 +38,12 @@ impl MaxAge {
     ///
     /// Refuses less than a millisecond, which would make every lock free.
     pub fn new(age: Duration) -> Result<Self, InvalidMaxAge> {
-        if age < Duration::from_millis(1) { Err(InvalidMaxAge) } else { Ok(Self(age)) }
+        if age < Duration::from_millis(1) { Err(InvalidMaxAge::TooShort) } else { Ok(Self(age)) }
+    }
+
+    /// Refuses what is too short for a heartbeat to keep up with.
+    pub(crate) fn for_lease(self) -> Result<(), InvalidMaxAge> {
+        if self.0 < SHORTEST_LEASE { Err(InvalidMaxAge::TooShortForLease(self.0)) } else { Ok(()) }
     }
 
     /// What `DISPATCH_SYNC_LOCK_MAX_AGE_MS` says, or [`MaxAge::DEFAULT`] where it is unset or blank.
@@ -83,10 +94,18 @@ impl Default for MaxAge {
     }
 }
 
-/// A maximum age below one millisecond.
+/// A maximum age that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a maximum age below 1 ms would make every lock free: use the length of the longest pause of a healthy holder")]
-pub struct InvalidMaxAge;
+pub enum InvalidMaxAge {
+    /// Below one millisecond.
+    #[error(
+        "a maximum age below 1 ms would make every lock free: use longer than the longest pause of a healthy holder"
+    )]
+    TooShort,
+    /// Below 500 ms, where a lease could not be renewed reliably.
+    #[error("a maximum age of {0:?} is too short for a lease, which needs 500 ms: raise {MAX_AGE_VARIABLE}")]
+    TooShortForLease(Duration),
+}
 
 /// Everything a [`SyncLock`](crate::SyncLock) needs to know. `Debug` never shows a password.
 #[derive(Clone)]
@@ -96,6 +115,7 @@ pub struct Settings {
     pub(crate) pool_size: u32,
     pub(crate) pool_timeout: Duration,
     pub(crate) call_timeout: Duration,
+    pub(crate) heartbeat_interval: Duration,
 }
 
 impl Settings {
@@ -111,6 +131,7 @@ impl Settings {
             pool_size: url.connection_limit.unwrap_or(5),
             pool_timeout: url.pool_timeout.unwrap_or(Duration::from_secs(10)),
             call_timeout: Duration::from_secs(15),
+            heartbeat_interval: LONGEST_HEARTBEAT_INTERVAL,
             url,
         })
     }
@@ -166,6 +187,14 @@ impl Settings {
 }
 
 impl Settings {
+    /// Sets the longest time between two renewals of a lease. A third of the lease's maximum age counts where that is
+    /// shorter, and 30 s at most, because the newest groomer peer calls a row stale after 90 s. Defaults to 30 s.
+    #[must_use]
+    pub fn with_heartbeat_interval(mut self, interval: Duration) -> Self {
+        self.heartbeat_interval = interval.clamp(Duration::from_millis(1), LONGEST_HEARTBEAT_INTERVAL);
+        self
+    }
+
     /// The maximum age that counts.
     #[must_use]
     pub fn max_age(&self) -> MaxAge {
@@ -195,6 +224,7 @@ impl fmt::Debug for Settings {
             .field("pool_size", &self.pool_size)
             .field("pool_timeout", &self.pool_timeout)
             .field("call_timeout", &self.call_timeout)
+            .field("heartbeat_interval", &self.heartbeat_interval)
             .finish()
     }
 }
@@ -236,8 +266,8 @@ mod tests {
         for odd in ["30m", "1_800_000", "1e6", "0", "-5", "+5", "1.5", "0x10", "99999999999999999999", "１０"] {
             assert_eq!(ms(odd), None, "{odd}");
         }
-        assert_eq!(MaxAge::new(Duration::ZERO), Err(InvalidMaxAge));
-        assert_eq!(MaxAge::new(Duration::from_micros(999)), Err(InvalidMaxAge));
+        assert_eq!(MaxAge::new(Duration::ZERO), Err(InvalidMaxAge::TooShort));
+        assert_eq!(MaxAge::new(Duration::from_micros(999)), Err(InvalidMaxAge::TooShort));
     }
 
     #[test]

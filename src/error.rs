@@ -7,6 +7,7 @@ use diesel::connection::TransactionManager;
 use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
+use crate::config::InvalidMaxAge;
 use crate::store;
 
 /// A statement, or the way to the database, failed. An ordinary conflict is never one of these.
@@ -62,12 +63,32 @@ pub enum LockError {
     /// Anything else that the database refused.
     #[error("the database refused the statement")]
     Database(#[source] DieselError),
+    /// The job's own maximum age cannot be used.
+    #[error(transparent)]
+    MaxAge(#[from] InvalidMaxAge),
+    /// [`SyncLock::shutdown`](crate::SyncLock::shutdown) was called: no lease can be had any more.
+    #[error("this process shuts down: no lease can be had any more")]
+    ShutDown,
     /// The thread that ran the statement ended without an answer, because the runtime shuts down or by a bug.
     #[error("the call was cut off")]
     CutOff,
 }
 
 impl LockError {
+    /// What diesel's own error says, without asking the database.
+    pub(crate) fn of_statement(error: DieselError) -> Self {
+        match error {
+            DieselError::DatabaseError(
+                DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand,
+                _,
+            )
+            | DieselError::BrokenTransactionManager => Self::ConnectionLost(error),
+            DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => Self::ReadOnly(error),
+            DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _) => Self::Serialization(error),
+            _ => Self::Database(error),
+        }
+    }
+
     /// From what [`store::obstacles`] found.
     pub(crate) fn of_obstacle((privilege, object): (Option<String>, String)) -> Self {
         match privilege {
@@ -91,6 +112,8 @@ impl LockError {
             | Self::WrongTable { .. }
             | Self::MissingPrivilege { .. }
             | Self::Database(_)
+            | Self::MaxAge(_)
+            | Self::ShutDown
             | Self::CutOff => false,
         }
     }
@@ -155,14 +178,10 @@ impl From<ConnectionError> for ConnectError {
 /// interpreted: the server writes them in its own language.
 pub(crate) fn explain(conn: &mut PgConnection, error: DieselError) -> LockError {
     match error {
-        DieselError::DatabaseError(DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand, _)
-        | DieselError::BrokenTransactionManager => LockError::ConnectionLost(error),
-        DieselError::DatabaseError(DatabaseErrorKind::ReadOnlyTransaction, _) => LockError::ReadOnly(error),
-        DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _) => LockError::Serialization(error),
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) if !in_transaction(conn) => {
             find_obstacle(conn).unwrap_or(LockError::Database(error))
         }
-        _ => LockError::Database(error),
+        _ => LockError::of_statement(error),
     }
 }
 

@@ -6,6 +6,9 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
+
+use crate::config::MaxAge;
 
 /// The longest key and the longest sync type, in bytes.
 const MAX_BYTES: usize = 255;
@@ -132,7 +135,7 @@ impl LockKey {
     pub fn recorded_as(self, sync_type: impl Into<String>) -> Result<Job, InvalidKey> {
         let sync_type = sync_type.into();
         check_text(&sync_type).map_err(|problem| InvalidKey::of(problem, "sync type"))?;
-        Ok(Job { key: self, sync_type: Some(Cow::Owned(sync_type)) })
+        Ok(Job { sync_type: Some(Cow::Owned(sync_type)), ..Job::from(self) })
     }
 }
 
@@ -208,6 +211,8 @@ fn check_text(text: &str) -> Result<(), TextProblem> {
 pub struct Job {
     key: LockKey,
     sync_type: Option<Cow<'static, str>>,
+    max_age: Option<MaxAge>,
+    deadline: Option<Duration>,
 }
 
 impl Job {
@@ -222,17 +227,41 @@ impl Job {
     pub fn sync_type(&self) -> Option<&str> {
         self.sync_type.as_deref()
     }
+
+    /// Sets a maximum age for this job alone. It must be the same on every replica that runs the job. Defaults to that of
+    /// the handle. The functions in [`blocking`](crate::blocking) take theirs as an argument and ignore it.
+    #[must_use]
+    pub fn with_max_age(mut self, max_age: MaxAge) -> Self {
+        self.max_age = Some(max_age);
+        self
+    }
+
+    /// Sets how long a run of this job by [`SyncLock::run`](crate::SyncLock::run) may take before it is cancelled and
+    /// counts as failed. Defaults to no limit.
+    #[must_use]
+    pub fn with_deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    pub(crate) fn max_age(&self) -> Option<MaxAge> {
+        self.max_age
+    }
+
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        self.deadline
+    }
 }
 
 impl From<SyncType> for Job {
     fn from(sync_type: SyncType) -> Self {
-        Self { key: sync_type.key(), sync_type: Some(Cow::Borrowed(sync_type.as_str())) }
+        Self { sync_type: Some(Cow::Borrowed(sync_type.as_str())), ..Self::from(sync_type.key()) }
     }
 }
 
 impl From<LockKey> for Job {
     fn from(key: LockKey) -> Self {
-        Self { key, sync_type: None }
+        Self { key, sync_type: None, max_age: None, deadline: None }
     }
 }
 

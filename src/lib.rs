@@ -24,7 +24,7 @@
 //! use sync_lock::{Acquisition, RunReport, Settings, SyncLock, SyncType};
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-//! let locks = SyncLock::new(&Settings::from_env()?);
+//! let locks = SyncLock::new(&Settings::from_env()?)?;
 //! match locks.acquire_lock(SyncType::Reconcile).await? {
 //!     Acquisition::Locked { run_id, .. } => {
 //!         // … the work …
@@ -38,10 +38,15 @@
 //! ```
 
 pub mod blocking;
+mod boottime;
+mod cleanup;
 mod config;
 mod database_url;
+mod dedicated;
 mod error;
+mod heartbeat;
 mod key;
+mod lease;
 mod lock;
 pub mod migrate;
 mod pool;
@@ -49,12 +54,16 @@ mod pool;
 #[doc(hidden)]
 pub mod private_server;
 mod run;
+mod runner;
 mod store;
 
 pub use blocking::{Acquisition, Displaced, Holder, LockRow, LockState};
 pub use config::{InvalidEnvironment, InvalidMaxAge, MaxAge, Settings};
 pub use database_url::InvalidDatabaseUrl;
 pub use error::{ConnectError, LockError};
+pub use heartbeat::Loss;
 pub use key::{InvalidKey, Job, LockKey, SyncType, UnknownSyncType};
+pub use lease::{FencedError, Lease, LeaseAttempt};
 pub use lock::SyncLock;
 pub use run::{InvalidRunId, RunId, RunReport};
+pub use runner::{JobFailure, RunOutcome, ScheduledReport};

@@ -1,48 +1,86 @@
 //! [`SyncLock`]: the lock for async code, with the names of the TypeScript module.
 
+use std::collections::HashSet;
+use std::fmt;
 use std::sync::Arc;
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch;
+
 use crate::blocking::{self, Acquisition, LockRow};
-use crate::config::{MaxAge, Settings};
+use crate::boottime;
+use crate::cleanup::{Cleanup, Leftover, OnDrop};
+use crate::config::{InvalidMaxAge, MaxAge, Settings};
 use crate::error::LockError;
-use crate::key::Job;
+use crate::heartbeat::{Heartbeat, Loss};
+use crate::key::{Job, LockKey};
+use crate::lease::{Lease, LeaseAttempt};
 use crate::pool::Pool;
-use crate::run::{RunId, RunReport};
-use crate::store;
+use crate::run::{Ending, RunId, RunReport};
 
-/// How long the first pause is between two attempts to undo an abandoned claim, and the longest one.
-const UNDO_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
+/// The pause after the first attempt of a claim that waits, and the longest one.
+const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(25), Duration::from_secs(1));
 
-/// A handle on the locks of one database. Cheap to clone; all clones share one pool.
+/// How long a shutdown waits for jobs that were told to stop.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
+
+/// How often to look for a claim of ours whose answer was lost: it may still be under way on the server.
+const LOST_CLAIM_LOOKS: u32 = 4;
+
+/// A handle on the locks of one database. Cheap to clone; all clones share one pool and one heartbeat.
 ///
 /// Making one connects to nothing: connections are opened when a call needs them, so an application starts while its
 /// database is down. No call blocks a thread of the runtime, and every call ends within
-/// [`Settings::with_call_timeout`].
+/// [`Settings::with_call_timeout`]. Have one handle a process: it is the handle that knows which jobs are running.
 ///
 /// # Panics
 ///
 /// Like tokio itself, every async function here panics outside of a tokio runtime with its timer enabled.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SyncLock {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
     pool: Arc<Pool>,
+    heartbeat: Heartbeat,
+    cleanup: Cleanup,
     max_age: MaxAge,
     call_timeout: Duration,
+    heartbeat_interval: Duration,
+    /// The keys of the jobs that run in this process at the moment.
+    running: watch::Sender<HashSet<LockKey>>,
+    closed: AtomicBool,
 }
 
 impl SyncLock {
     /// A handle with these settings.
-    #[must_use]
-    pub fn new(settings: &Settings) -> Self {
-        Self { pool: Arc::new(Pool::new(settings)), max_age: settings.max_age, call_timeout: settings.call_timeout }
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidMaxAge::TooShortForLease`] for a maximum age below 500 ms. The functions in [`blocking`] take any.
+    pub fn new(settings: &Settings) -> Result<Self, InvalidMaxAge> {
+        settings.max_age.for_lease()?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                pool: Arc::new(Pool::new(settings)),
+                heartbeat: Heartbeat::new(settings.clone()),
+                cleanup: Cleanup::new(settings.clone()),
+                max_age: settings.max_age,
+                call_timeout: settings.call_timeout,
+                heartbeat_interval: settings.heartbeat_interval,
+                running: watch::Sender::default(),
+                closed: AtomicBool::new(false),
+            }),
+        })
     }
 
-    /// Claims the key of a sync type, or of a [`LockKey`](crate::LockKey) or [`Job`] of the caller's own.
+    /// Claims the key of a sync type, or of a [`LockKey`] or [`Job`] of the caller's own.
     ///
     /// One statement in one round trip. The claim wins over no row, a row without a holder, and a row older than the
     /// maximum age, by the database's clock. What is won is held until [`SyncLock::release_lock`] or until it expires:
-    /// nobody renews it.
+    /// nobody renews it. [`SyncLock::lease`] and [`SyncLock::run`] do.
     ///
     /// # Errors
     ///
@@ -53,22 +91,64 @@ impl SyncLock {
     /// Dropping the future leaves nothing behind: a claim that was under way is undone in the background, and its run
     /// record closed as failed.
     pub async fn acquire_lock(&self, job: impl Into<Job>) -> Result<Acquisition, LockError> {
-        let (job, max_age) = (job.into(), self.max_age);
-        let mut unanswered = Unanswered { pool: Arc::clone(&self.pool), run_id: RunId::new(), max_age, armed: false };
-        let (acquisition, mut unanswered) = self
-            .call(move |pool, deadline| {
-                let outcome = pool.run(deadline, |conn| {
-                    unanswered.armed = true;
-                    blocking::claim(conn, &job, &unanswered.run_id, max_age)
-                });
-                // A clean refusal won nothing. A win stays armed until the caller has it.
-                unanswered.armed &=
-                    matches!(outcome, Ok(Acquisition::Locked { .. }) | Err(LockError::ConnectionLost(_)));
-                outcome.map(|acquisition| (acquisition, unanswered))
-            })
-            .await?;
-        unanswered.armed = false;
+        let (acquisition, _, unanswered) = self.claim(job.into()).await?;
+        settle(unanswered);
         Ok(acquisition)
+    }
+
+    /// Claims as [`SyncLock::acquire_lock`] does, and again while the answer is a conflict or a passing failure, for at most
+    /// this long. Between two attempts it holds neither a connection nor a thread. Whoever waits longest has no precedence.
+    ///
+    /// # Cancel safety
+    ///
+    /// As for [`SyncLock::acquire_lock`].
+    pub async fn acquire_within(&self, job: impl Into<Job>, wait: Duration) -> Result<Acquisition, LockError> {
+        let job = job.into();
+        let is_conflict = |answer: &Acquisition| matches!(answer, Acquisition::Conflict { .. });
+        retry_within(wait, || self.acquire_lock(job.clone()), is_conflict).await
+    }
+
+    /// Claims as [`SyncLock::acquire_lock`] does, and hands out a [`Lease`] that is renewed until it ends.
+    ///
+    /// # Errors
+    ///
+    /// As for [`SyncLock::acquire_lock`]; [`LockError::MaxAge`] for a job whose own maximum age is below 500 ms, and
+    /// [`LockError::ShutDown`] after [`SyncLock::shutdown`].
+    ///
+    /// # Cancel safety
+    ///
+    /// As for [`SyncLock::acquire_lock`].
+    pub async fn lease(&self, job: impl Into<Job>) -> Result<LeaseAttempt, LockError> {
+        let job = job.into();
+        let max_age = self.max_age_of(&job);
+        max_age.for_lease()?;
+        self.refuse_if_closed()?;
+        let (acquisition, sent, unanswered) = self.claim(job.clone()).await?;
+        let attempt = match acquisition {
+            Acquisition::Conflict { holder } => LeaseAttempt::Conflict { holder },
+            Acquisition::Locked { run_id, acquired_at, displaced } => {
+                // From here on the lease's own drop frees the row.
+                let lease = Lease::new(self.clone(), &job, run_id, max_age, sent, acquired_at, displaced);
+                settle(unanswered);
+                self.inner.heartbeat.watch(lease.trust())?;
+                // A shutdown that came in between has not seen this lease.
+                self.refuse_if_closed()?;
+                return Ok(LeaseAttempt::Leased(lease));
+            }
+        };
+        settle(unanswered);
+        Ok(attempt)
+    }
+
+    /// Leases as [`SyncLock::lease`] does, and waits as [`SyncLock::acquire_within`] does.
+    ///
+    /// # Cancel safety
+    ///
+    /// As for [`SyncLock::acquire_lock`].
+    pub async fn lease_within(&self, job: impl Into<Job>, wait: Duration) -> Result<LeaseAttempt, LockError> {
+        let job = job.into();
+        let is_conflict = |attempt: &LeaseAttempt| matches!(attempt, LeaseAttempt::Conflict { .. });
+        retry_within(wait, || self.lease(job.clone()), is_conflict).await
     }
 
     /// Frees what the run holds and says whether that was anything.
@@ -105,8 +185,132 @@ impl SyncLock {
 
     /// Lists the rows of the lock table by key. It locks nothing and changes nothing.
     pub async fn inspect(&self) -> Result<Vec<LockRow>, LockError> {
-        let max_age = self.max_age;
+        let max_age = self.inner.max_age;
         self.call(move |pool, deadline| pool.run(deadline, |conn| blocking::inspect(conn, max_age))).await
+    }
+
+    /// Gives up every lease of this handle and waits until their rows are free and their records closed, for
+    /// applications that handle signals. No lease can be had afterwards.
+    ///
+    /// Jobs that [`SyncLock::run`] started are cancelled first and get ten seconds to end; a row whose job goes on is not
+    /// freed. Then the wait is bounded by the call timeout: an unreachable database leaves rows that expire.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future stops the wait and not the work.
+    pub async fn shutdown(&self) {
+        self.inner.closed.store(true, Ordering::SeqCst);
+        let leases = self.inner.heartbeat.watched();
+        for trust in &leases {
+            trust.lose(&Loss::ShutDown);
+        }
+        let mut running = self.inner.running.subscribe();
+        let ended = tokio::time::timeout(SHUTDOWN_GRACE, running.wait_for(HashSet::is_empty)).await.is_ok();
+        for trust in &leases {
+            let goes_on = !ended && self.inner.running.borrow().contains(&trust.key);
+            if goes_on {
+                tracing::error!(key = %trust.key, run_id = %trust.run_id, "the job does not end: its row is left to expire");
+            } else if trust.end() {
+                let ending = Ending::Failed(Loss::ShutDown.to_string());
+                self.end_in_background(&trust.key, &trust.run_id, ending, self.inner.max_age);
+            }
+        }
+        if tokio::time::timeout(self.inner.call_timeout, self.inner.cleanup.settled()).await.is_err() {
+            tracing::error!("not everything could be released in time: it is left to expire");
+        }
+    }
+
+    pub(crate) fn max_age_of(&self, job: &Job) -> MaxAge {
+        job.max_age().unwrap_or(self.inner.max_age)
+    }
+
+    pub(crate) fn heartbeat_interval(&self) -> Duration {
+        self.inner.heartbeat_interval
+    }
+
+    pub(crate) fn running(&self) -> &watch::Sender<HashSet<LockKey>> {
+        &self.inner.running
+    }
+
+    /// Stops renewing a lease.
+    pub(crate) fn forget(&self, run_id: &RunId) {
+        self.inner.heartbeat.forget(run_id);
+    }
+
+    /// Frees a run's row and closes its record on a thread of its own, trying again until that has worked.
+    pub(crate) fn end_in_background(&self, key: &LockKey, run_id: &RunId, ending: Ending, max_age: MaxAge) {
+        self.forget(run_id);
+        self.inner.cleanup.hand_over(leftover(key, run_id, ending, max_age, 0));
+    }
+
+    /// Frees a run's row and writes its end, and says whether the row was still there. What cannot be done now is done in
+    /// the background.
+    pub(crate) async fn end(
+        &self,
+        key: &LockKey,
+        run_id: &RunId,
+        ending: Ending,
+        max_age: MaxAge,
+    ) -> Result<bool, LockError> {
+        let owed = OnDrop::new(self.inner.cleanup.clone(), leftover(key, run_id, ending.clone(), max_age, 0));
+        let (key, owner) = (key.clone(), run_id.clone());
+        let outcome = self
+            .call(move |pool, deadline| {
+                let (_, freed) = pool.run(deadline, |conn| {
+                    blocking::bounded(conn, |conn| crate::store::finish_and_release(conn, &key, &owner, &ending))
+                })?;
+                owed.settled();
+                Ok(freed)
+            })
+            .await;
+        self.forget(run_id);
+        outcome
+    }
+
+    /// Runs a body on a connection of the pool for as long as it takes, on a thread that may block.
+    pub(crate) async fn with_connection<T: Send + 'static>(
+        &self,
+        body: impl FnOnce(&Pool, Instant) -> T + Send + 'static,
+    ) -> Result<T, LockError> {
+        let (pool, bound) = (Arc::clone(&self.inner.pool), self.inner.call_timeout);
+        match tokio::task::spawn_blocking(move || body(&pool, Instant::now() + bound)).await {
+            Ok(outcome) => Ok(outcome),
+            // A panic of the caller's own code goes on in the caller's own task.
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => Err(LockError::CutOff),
+            },
+        }
+    }
+
+    fn refuse_if_closed(&self) -> Result<(), LockError> {
+        if self.inner.closed.load(Ordering::SeqCst) { Err(LockError::ShutDown) } else { Ok(()) }
+    }
+
+    /// Claims; says when the first statement was sent, and hands out the guard that undoes the claim unless it is settled.
+    async fn claim(&self, job: Job) -> Result<(Acquisition, Duration, Option<OnDrop>), LockError> {
+        let (cleanup, max_age, run_id) = (self.inner.cleanup.clone(), self.max_age_of(&job), RunId::new());
+        self.call(move |pool, deadline| {
+            let mut sent = None;
+            let outcome = pool.run(deadline, |conn| {
+                sent.get_or_insert_with(|| {
+                    let ending = Ending::Failed("the claim was abandoned before it was answered".to_owned());
+                    let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
+                    (boottime::now(), OnDrop::new(cleanup.clone(), undo))
+                });
+                blocking::claim(conn, &job, &run_id, max_age)
+            });
+            let may_have_won = matches!(outcome, Ok(Acquisition::Locked { .. }) | Err(LockError::ConnectionLost(_)));
+            let (sent, mut unanswered) = match sent {
+                Some((sent, unanswered)) => (sent, Some(unanswered)),
+                None => (boottime::now(), None),
+            };
+            if !may_have_won {
+                settle(unanswered.take());
+            }
+            Ok((outcome?, sent, unanswered))
+        })
+        .await
     }
 
     /// Runs a call on a thread that may block, and gives up waiting for it after the call timeout.
@@ -114,7 +318,7 @@ impl SyncLock {
         &self,
         call: impl FnOnce(&Pool, Instant) -> Result<T, LockError> + Send + 'static,
     ) -> Result<T, LockError> {
-        let (pool, bound) = (Arc::clone(&self.pool), self.call_timeout);
+        let (pool, bound) = (Arc::clone(&self.inner.pool), self.inner.call_timeout);
         let deadline = Instant::now() + bound;
         let answer = tokio::task::spawn_blocking(move || {
             // The thread may have come free long after the caller was gone.
@@ -128,43 +332,46 @@ impl SyncLock {
     }
 }
 
-/// A claim that its caller may never hear of. It is made before the statement is sent, so that a future dropped at any
-/// point, a lost answer and a runtime that shuts down all end in its `drop`, which undoes the claim.
-struct Unanswered {
-    pool: Arc<Pool>,
-    run_id: RunId,
-    max_age: MaxAge,
-    armed: bool,
-}
-
-impl Drop for Unanswered {
-    fn drop(&mut self) {
-        if !self.armed {
-            return;
-        }
-        let (pool, run_id) = (Arc::clone(&self.pool), self.run_id.clone());
-        // After the maximum age the row is free for everybody anyway.
-        let give_up = Instant::now().checked_add(self.max_age.duration());
-        let undo = move || undo_claim(&pool, &run_id, give_up);
-        // Not a task: the runtime may be gone, and a drop must not block one of its threads.
-        if let Err(error) = thread::Builder::new().name("sync-lock-undo".to_owned()).spawn(undo) {
-            tracing::error!(run_id = %self.run_id, %error, "an abandoned claim stays until it expires");
-        }
+impl fmt::Debug for SyncLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { pool, max_age, call_timeout, .. } = &*self.inner;
+        f.debug_struct("SyncLock")
+            .field("pool", pool)
+            .field("max_age", max_age)
+            .field("call_timeout", call_timeout)
+            .finish_non_exhaustive()
     }
 }
 
-fn undo_claim(pool: &Pool, run_id: &RunId, give_up: Option<Instant>) {
-    let (mut pause, longest) = UNDO_PAUSE;
+fn leftover(key: &LockKey, run_id: &RunId, ending: Ending, max_age: MaxAge, looks: u32) -> Leftover {
+    Leftover { key: key.clone(), run_id: run_id.clone(), ending, max_age: max_age.duration(), looks }
+}
+
+fn settle(unanswered: Option<OnDrop>) {
+    if let Some(unanswered) = unanswered {
+        unanswered.settled();
+    }
+}
+
+/// Tries again after a conflict or a passing failure, until the time is over.
+async fn retry_within<T, Attempt: Future<Output = Result<T, LockError>>>(
+    wait: Duration,
+    mut attempt: impl FnMut() -> Attempt,
+    is_conflict: impl Fn(&T) -> bool,
+) -> Result<T, LockError> {
+    let started = Instant::now();
+    let mut pause = RETRY_PAUSES.0;
     loop {
-        let deadline = Instant::now() + longest;
-        match pool.run(deadline, |conn| blocking::bounded(conn, |conn| store::abandon(conn, run_id))) {
-            Ok(freed) => return tracing::warn!(%run_id, freed, "undid an abandoned claim"),
-            Err(error) if give_up.is_some_and(|give_up| Instant::now() >= give_up) => {
-                return tracing::error!(%run_id, %error, "an abandoned claim stays until it expires");
-            }
-            Err(error) => tracing::debug!(%run_id, %error, "an abandoned claim is not undone yet"),
+        let outcome = attempt().await;
+        let again = match &outcome {
+            Ok(answer) => is_conflict(answer),
+            Err(error) => error.is_transient(),
+        };
+        let left = wait.saturating_sub(started.elapsed());
+        if !again || left.is_zero() {
+            return outcome;
         }
-        thread::sleep(pause);
-        pause = (pause * 2).min(longest);
+        tokio::time::sleep(crate::heartbeat::jittered(pause).min(left)).await;
+        pause = (pause * 2).min(RETRY_PAUSES.1);
     }
 }

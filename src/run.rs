@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 use uuid::Uuid;
 
@@ -72,6 +73,30 @@ pub struct RunReport {
     pub synced_count: i32,
     /// `notes`: free text for people.
     pub notes: Option<String>,
+}
+
+/// For a job that has nothing to report.
+impl From<()> for RunReport {
+    fn from((): ()) -> Self {
+        Self::default()
+    }
+}
+
+/// How a run ended, as its record will say.
+#[derive(Clone, Debug)]
+pub(crate) enum Ending {
+    Completed(RunReport),
+    Failed(String),
+}
+
+/// Names this process in logs: host, process id and a random part, since containers share the first two.
+pub(crate) fn owner_id() -> &'static str {
+    static OWNER: OnceLock<String> = OnceLock::new();
+    OWNER.get_or_init(|| {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let random = Uuid::new_v4().simple().to_string();
+        format!("{host}-{}-{}", std::process::id(), random.get(..8).unwrap_or_default())
+    })
 }
 
 #[cfg(test)]

@@ -13,11 +13,11 @@ use std::time::Duration;
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
-use diesel::sql_types::{BigInt, Bool, Double, Nullable, Text};
+use diesel::sql_types::{Array, BigInt, Bool, Double, Nullable, Text};
 
 use crate::config::MaxAge;
-use crate::key::Job;
-use crate::run::{RunId, RunReport};
+use crate::key::{Job, LockKey};
+use crate::run::{Ending, RunId};
 
 /// How long a statement waits for a row or an uncommitted key of another transaction. Longer than a healthy transaction
 /// of a peer holds one, shorter than anybody notices.
@@ -52,7 +52,8 @@ macro_rules! bounded {
     };
 }
 
-/// Puts the caller's own `lock_timeout` back: inside a transaction the setting would stay until its end.
+/// Puts the caller's own `lock_timeout` back: inside a transaction the setting would stay until its end. Comes last in a
+/// `SELECT`, when everything that sets it has run.
 macro_rules! restored {
     () => {
         "set_config('lock_timeout', (SELECT lock_timeout FROM before), true) IS NOT NULL"
@@ -60,6 +61,7 @@ macro_rules! restored {
 }
 
 /// The answer to a claim.
+#[expect(clippy::struct_excessive_bools, reason = "the columns of a row")]
 #[derive(Clone, Debug, PartialEq, Queryable)]
 pub(crate) struct Claim {
     pub(crate) won: bool,
@@ -74,6 +76,8 @@ pub(crate) struct Claim {
     pub(crate) at_micros: Option<i64>,
     /// The displaced run's record may still say `running`.
     pub(crate) displaced_open: bool,
+    /// The caller's `lock_timeout` is what it was.
+    _restored: bool,
 }
 
 /// Claims the job's key for a run. Invariants: it wins only over no row, a row without a holder, or a row older than
@@ -123,15 +127,15 @@ pub(crate) fn claim(conn: &mut PgConnection, job: &Job, run_id: &RunId, max_age:
         stamp!("IssueSyncRun", "completedAt"),
         r#"
           FROM displaced WHERE r."id" = displaced."id" RETURNING 1)
-        SELECT "#,
-        restored!(),
-        r#" AND w.fresh IS NOT NULL, coalesce(w.fresh, false),
+        SELECT w.fresh IS NOT NULL, coalesce(w.fresh, false),
           CASE WHEN w.fresh IS NULL THEN c."syncRunId" ELSE w.prev END,
           (CASE WHEN w.fresh IS NULL THEN extract(epoch FROM clock_timestamp()) - extract(epoch FROM c."acquiredAt")
             ELSE w.at - w.prev_at END)::float8,
           (coalesce(w.at, CASE WHEN c."syncRunId" = $2 THEN extract(epoch FROM c."acquiredAt") END) * 1000000)::bigint,
           w.prev IS NOT NULL AND NOT EXISTS (SELECT 1 FROM closed) AND coalesce(
-            (SELECT r."status" = 'running' FROM "IssueSyncRun" r WHERE r."id" = w.prev), $3::text IS NOT NULL)
+            (SELECT r."status" = 'running' FROM "IssueSyncRun" r WHERE r."id" = w.prev), $3::text IS NOT NULL), "#,
+        restored!(),
+        r#"
         FROM (SELECT) one LEFT JOIN won w ON true
           LEFT JOIN "sync_lock" c ON w.fresh IS NULL AND c."id" = $1"#
     );
@@ -143,7 +147,7 @@ pub(crate) fn claim(conn: &mut PgConnection, job: &Job, run_id: &RunId, max_age:
         Bind::Float(max_age),
         Bind::Text(LOCK_WAIT_MS),
     ];
-    Statement::<(Bool, Bool, Nullable<Text>, Nullable<Double>, Nullable<BigInt>, Bool)>::new(SQL, &binds)
+    Statement::<(Bool, Bool, Nullable<Text>, Nullable<Double>, Nullable<BigInt>, Bool, Bool)>::new(SQL, &binds)
         .get_result(conn)
 }
 
@@ -174,37 +178,144 @@ pub(crate) fn release(conn: &mut PgConnection, run_id: &RunId) -> QueryResult<bo
         freed AS (
           DELETE FROM "sync_lock" USING before
           WHERE "syncRunId" = $1 AND set_config('lock_timeout', $2, true) IS NOT NULL RETURNING 1)
-        SELECT EXISTS (SELECT 1 FROM freed) AND "#,
+        SELECT EXISTS (SELECT 1 FROM freed), "#,
         restored!()
     );
-    Statement::<Bool>::new(SQL, &[Bind::Text(run_id.as_str()), Bind::Text(LOCK_WAIT_MS)]).get_result(conn)
+    let binds = [Bind::Text(run_id.as_str()), Bind::Text(LOCK_WAIT_MS)];
+    let (freed, _restored) = Statement::<(Bool, Bool)>::new(SQL, &binds).get_result::<(bool, bool)>(conn)?;
+    Ok(freed)
 }
 
-/// Frees what an abandoned claim may have won and closes its record. Invariant: both or none, any number of times.
-pub(crate) fn abandon(conn: &mut PgConnection, run_id: &RunId) -> QueryResult<bool> {
+/// Renews leases, given as keys and run ids, and says what became of each. Invariant: a row is renewed only by key and run
+/// id together, and never inserted; `SKIP LOCKED` keeps one locked row from holding up the others and two processes from
+/// waiting for each other.
+pub(crate) fn renew(conn: &mut PgConnection, keys: &[&str], run_ids: &[&str]) -> QueryResult<Vec<Renewal>> {
     const SQL: &str = concat!(
-        r#", freed AS (
-          DELETE FROM "sync_lock" WHERE "syncRunId" = $1 AND set_config('lock_timeout', $2, true) IS NOT NULL
-          RETURNING 1),
-        closed AS (
-          UPDATE "IssueSyncRun" SET "status" = 'failed', "errorMessage" = 'the claim was abandoned before it was answered',
+        r#", mine AS (
+          SELECT l."id" FROM unnest($1, $2) AS u(k, r) JOIN "sync_lock" l ON l."id" = u.k AND l."syncRunId" = u.r
+          FOR NO KEY UPDATE OF l SKIP LOCKED),
+        beat AS (
+          UPDATE "sync_lock" l SET "acquiredAt" = "#,
+        stamp!("sync_lock", "acquiredAt"),
+        r#"
+          FROM mine WHERE l."id" = mine."id" RETURNING l."id", l."syncRunId")
+        SELECT u.r, b."id" IS NOT NULL, (c."syncRunId" = u.r) IS TRUE, c."syncRunId"
+        FROM unnest($1, $2) AS u(k, r)
+          LEFT JOIN beat b ON b."id" = u.k AND b."syncRunId" = u.r LEFT JOIN "sync_lock" c ON c."id" = u.k"#
+    );
+    let binds = [Bind::Texts(keys), Bind::Texts(run_ids)];
+    Statement::<(Text, Bool, Bool, Nullable<Text>)>::new(SQL, &binds).get_results(conn)
+}
+
+/// What became of one lease at a renewal.
+#[derive(Clone, Debug, PartialEq, Queryable)]
+pub(crate) struct Renewal {
+    pub(crate) run_id: String,
+    pub(crate) renewed: bool,
+    /// The row is the lease's, renewed or only locked by somebody.
+    pub(crate) ours: bool,
+    pub(crate) holder: Option<String>,
+}
+
+/// Whether a run holds a key. Invariant: it reads, and takes no row lock.
+pub(crate) fn holds(conn: &mut PgConnection, key: &LockKey, run_id: &RunId) -> QueryResult<bool> {
+    const SQL: &str = r#" SELECT EXISTS (SELECT 1 FROM "sync_lock" WHERE "id" = $1 AND "syncRunId" = $2)"#;
+    Statement::<Bool>::new(SQL, &[Bind::Text(key.as_str()), Bind::Text(run_id.as_str())]).get_result(conn)
+}
+
+/// Locks a lease's row until the end of the transaction, by renewing it, and says whether it was still there. Invariant:
+/// between this statement and the commit nobody can take the row over. A holder that vanishes before its commit is
+/// ended by the server after five seconds, and its transaction with it.
+pub(crate) fn fence(conn: &mut PgConnection, key: &LockKey, run_id: &RunId) -> QueryResult<bool> {
+    const SQL: &str = concat!(
+        r#", fenced AS (
+          UPDATE "sync_lock" SET "acquiredAt" = "#,
+        stamp!("sync_lock", "acquiredAt"),
+        r#"
+          WHERE "id" = $1 AND "syncRunId" = $2 AND set_config('lock_timeout', '500', true) IS NOT NULL
+            AND set_config('idle_in_transaction_session_timeout', '5000', true) IS NOT NULL RETURNING 1)
+        SELECT EXISTS (SELECT 1 FROM fenced)"#
+    );
+    Statement::<Bool>::new(SQL, &[Bind::Text(key.as_str()), Bind::Text(run_id.as_str())]).get_result(conn)
+}
+
+/// Frees the row of a run and writes the end into its record; says whether a record changed and whether a row was freed.
+/// Invariant: both or none, any number of times; a run that no longer holds its row is recorded as failed, whatever it
+/// thinks of itself.
+pub(crate) fn finish_and_release(
+    conn: &mut PgConnection,
+    key: &LockKey,
+    run_id: &RunId,
+    ending: &Ending,
+) -> QueryResult<(bool, bool)> {
+    const SQL: &str = concat!(
+        ", ",
+        bounded!(),
+        r#",
+        freed AS (
+          DELETE FROM "sync_lock" USING before
+          WHERE "id" = $1 AND "syncRunId" = $2 AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1),
+        done AS (
+          UPDATE "IssueSyncRun" SET "status" = CASE WHEN EXISTS (SELECT 1 FROM freed) THEN $3 ELSE 'failed' END,
+            "reposFetched" = coalesce($4::int, "reposFetched"), "syncedCount" = coalesce($5::int, "syncedCount"),
+            "notes" = coalesce($6, "notes"), "errorMessage" = CASE WHEN EXISTS (SELECT 1 FROM freed) THEN $7
+              ELSE coalesce($7, 'the lease was lost before the run ended') END,
             "completedAt" = "#,
         stamp!("IssueSyncRun", "completedAt"),
         r#"
-          WHERE "id" = $1 AND "status" = 'running')
-        SELECT EXISTS (SELECT 1 FROM freed)"#
+          FROM before
+          WHERE "id" = $2 AND "status" = 'running' AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1)
+        SELECT EXISTS (SELECT 1 FROM done), EXISTS (SELECT 1 FROM freed), "#,
+        restored!()
     );
-    Statement::<Bool>::new(SQL, &[Bind::Text(run_id.as_str()), Bind::Text(LOCK_WAIT_MS)]).get_result(conn)
+    let end = RecordedEnd::of(ending);
+    let binds = [
+        Bind::Text(key.as_str()),
+        Bind::Text(run_id.as_str()),
+        Bind::Text(end.status),
+        Bind::MaybeWhole(end.repos_fetched),
+        Bind::MaybeWhole(end.synced_count),
+        Bind::MaybeText(end.notes.as_deref()),
+        Bind::MaybeText(end.error.as_deref()),
+        Bind::Text(LOCK_WAIT_MS),
+    ];
+    let (recorded, freed, _restored) =
+        Statement::<(Bool, Bool, Bool)>::new(SQL, &binds).get_result::<(bool, bool, bool)>(conn)?;
+    Ok((recorded, freed))
 }
 
-/// How a run ended.
-pub(crate) enum Ending<'a> {
-    Completed(&'a RunReport),
-    Failed(&'a str),
+/// A run's end in the columns of its record.
+struct RecordedEnd {
+    status: &'static str,
+    repos_fetched: Option<i64>,
+    synced_count: Option<i64>,
+    notes: Option<String>,
+    error: Option<String>,
+}
+
+impl RecordedEnd {
+    fn of(ending: &Ending) -> Self {
+        match ending {
+            Ending::Completed(report) => Self {
+                status: "completed",
+                repos_fetched: Some(report.repos_fetched.into()),
+                synced_count: Some(report.synced_count.into()),
+                notes: report.notes.as_deref().map(storable),
+                error: None,
+            },
+            Ending::Failed(message) => Self {
+                status: "failed",
+                repos_fetched: None,
+                synced_count: None,
+                notes: None,
+                error: Some(storable(message)),
+            },
+        }
+    }
 }
 
 /// Writes the end of a run into its record. Invariant: only a record that is still `running` changes.
-pub(crate) fn finish(conn: &mut PgConnection, run_id: &RunId, ending: &Ending<'_>) -> QueryResult<bool> {
+pub(crate) fn finish(conn: &mut PgConnection, run_id: &RunId, ending: &Ending) -> QueryResult<bool> {
     const SQL: &str = concat!(
         ", ",
         bounded!(),
@@ -217,24 +328,21 @@ pub(crate) fn finish(conn: &mut PgConnection, run_id: &RunId, ending: &Ending<'_
         r#"
           FROM before
           WHERE "id" = $1 AND "status" = 'running' AND set_config('lock_timeout', $7, true) IS NOT NULL RETURNING 1)
-        SELECT EXISTS (SELECT 1 FROM done) AND "#,
+        SELECT EXISTS (SELECT 1 FROM done), "#,
         restored!()
     );
-    let (status, report, error) = match ending {
-        Ending::Completed(report) => ("completed", Some(*report), None),
-        Ending::Failed(message) => ("failed", None, Some(storable(message))),
-    };
-    let notes = report.and_then(|report| report.notes.as_deref()).map(storable);
+    let end = RecordedEnd::of(ending);
     let binds = [
         Bind::Text(run_id.as_str()),
-        Bind::Text(status),
-        Bind::MaybeWhole(report.map(|report| report.repos_fetched.into())),
-        Bind::MaybeWhole(report.map(|report| report.synced_count.into())),
-        Bind::MaybeText(notes.as_deref()),
-        Bind::MaybeText(error.as_deref()),
+        Bind::Text(end.status),
+        Bind::MaybeWhole(end.repos_fetched),
+        Bind::MaybeWhole(end.synced_count),
+        Bind::MaybeText(end.notes.as_deref()),
+        Bind::MaybeText(end.error.as_deref()),
         Bind::Text(LOCK_WAIT_MS),
     ];
-    Statement::<Bool>::new(SQL, &binds).get_result(conn)
+    let (recorded, _restored) = Statement::<(Bool, Bool)>::new(SQL, &binds).get_result::<(bool, bool)>(conn)?;
+    Ok(recorded)
 }
 
 /// A row of `sync_lock` as it stands.
@@ -339,6 +447,7 @@ pub(crate) const BOOTSTRAP: &str = include_str!("bootstrap.sql");
 /// A value of a statement.
 enum Bind<'a> {
     Text(&'a str),
+    Texts(&'a [&'a str]),
     MaybeText(Option<&'a str>),
     MaybeWhole(Option<i64>),
     Float(f64),
@@ -381,6 +490,10 @@ impl<Row> QueryFragment<Pg> for Statement<'_, Row> {
                 Bind::Text(value) => {
                     out.push_bind_param::<Text, _>(*value)?;
                     out.push_sql("::text");
+                }
+                Bind::Texts(values) => {
+                    out.push_bind_param::<Array<Text>, [&str]>(values)?;
+                    out.push_sql("::text[]");
                 }
                 Bind::MaybeText(value) => {
                     out.push_bind_param::<Nullable<Text>, _>(value)?;

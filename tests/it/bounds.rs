@@ -56,7 +56,7 @@ fn a_takeover_costs_one_round_trip() {
 async fn the_async_handle_adds_no_round_trip() {
     let database = TestDatabase::new();
     let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1));
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
     for warm in [false, true] {
         wire.round_trips();
         let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());

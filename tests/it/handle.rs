@@ -36,8 +36,8 @@ async fn a_lock_is_acquired_recorded_and_released() {
 async fn the_settings_maximum_age_counts() {
     let database = TestDatabase::new();
     database.plant("contest-sync", Some("peer"), 60.0);
-    let patient = SyncLock::new(&database.settings());
-    let eager = SyncLock::new(&database.settings().with_max_age(seconds(59.0)));
+    let patient = SyncLock::new(&database.settings()).unwrap();
+    let eager = SyncLock::new(&database.settings().with_max_age(seconds(59.0))).unwrap();
     assert!(!is_win(&patient.acquire_lock(key("contest-sync")).await.unwrap()));
     assert!(is_win(&eager.acquire_lock(key("contest-sync")).await.unwrap()));
 }
@@ -74,7 +74,7 @@ async fn a_claim_that_is_dropped_in_flight_leaves_no_row_and_a_closed_record() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn claims_dropped_at_any_moment_leave_no_row_and_no_running_record() {
     let database = TestDatabase::new();
-    let locks = SyncLock::new(&database.settings().with_pool_size(4));
+    let locks = SyncLock::new(&database.settings().with_pool_size(4)).unwrap();
     for index in 0..100 {
         let job = key(&format!("job-{index}")).recorded_as("cancelled").unwrap();
         if index % 2 == 0 {
@@ -123,7 +123,7 @@ fn assert_nothing_left(database: &TestDatabase) {
 async fn a_claim_whose_answer_was_lost_finds_its_own_row() {
     let database = TestDatabase::new();
     let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1));
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
     let warm = won(locks.acquire_lock(SyncType::Automation).await.unwrap());
     wire.lose_next_answer();
     let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
@@ -145,7 +145,7 @@ async fn a_claim_whose_answer_was_lost_finds_its_own_row() {
 #[tokio::test]
 async fn dead_connections_in_the_pool_are_replaced_without_an_error() {
     let database = TestDatabase::new();
-    let locks = SyncLock::new(&database.settings().with_pool_size(3));
+    let locks = SyncLock::new(&database.settings().with_pool_size(3)).unwrap();
     let kill = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
         WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'";
     for round in 0..5 {
@@ -174,7 +174,7 @@ async fn dead_connections_in_the_pool_are_replaced_without_an_error() {
 async fn a_full_pool_is_reported_within_its_bound() {
     let database = TestDatabase::new();
     let settings = database.settings().with_pool_size(1).with_pool_timeout(Duration::from_millis(300));
-    let locks = SyncLock::new(&settings);
+    let locks = SyncLock::new(&settings).unwrap();
     // One call keeps the only connection busy: it waits for a table that stays locked.
     let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
     let mut rival = database.connect();
@@ -196,7 +196,7 @@ async fn a_full_pool_is_reported_within_its_bound() {
 #[tokio::test]
 async fn a_call_that_gets_no_answer_ends_within_its_bound() {
     let database = TestDatabase::new();
-    let locks = SyncLock::new(&database.settings().with_call_timeout(Duration::from_millis(300)));
+    let locks = SyncLock::new(&database.settings().with_call_timeout(Duration::from_millis(300))).unwrap();
     let mut rival = database.connect();
     rival.batch_execute(r#"BEGIN; LOCK TABLE "sync_lock" IN ACCESS EXCLUSIVE MODE"#).unwrap();
     let outcome = locks.acquire_lock(SyncType::Reconcile).await;
@@ -208,7 +208,7 @@ async fn a_call_that_gets_no_answer_ends_within_its_bound() {
 #[tokio::test]
 async fn a_database_that_is_not_there_is_unreachable_within_the_bound_and_later_works() {
     let nowhere = Settings::new("postgresql://nobody:hunter2@127.0.0.1:1/nowhere").unwrap();
-    let locks = SyncLock::new(&nowhere.with_pool_timeout(Duration::from_millis(500)));
+    let locks = SyncLock::new(&nowhere.with_pool_timeout(Duration::from_millis(500))).unwrap();
     let error = locks.acquire_lock(SyncType::Reconcile).await.unwrap_err();
     assert!(matches!(error, LockError::Unreachable(ConnectError::Unavailable(_))), "{error:?}");
     assert!(error.is_transient());
@@ -220,7 +220,8 @@ async fn a_database_that_does_not_exist_is_refused_at_once() {
     let database = TestDatabase::new();
     let url = database.url().replace(database.name(), "sync_lock_nowhere");
     let started = Instant::now();
-    let error = SyncLock::new(&Settings::new(&url).unwrap()).acquire_lock(SyncType::Reconcile).await.unwrap_err();
+    let error =
+        SyncLock::new(&Settings::new(&url).unwrap()).unwrap().acquire_lock(SyncType::Reconcile).await.unwrap_err();
     assert!(matches!(error, LockError::Unreachable(ConnectError::Refused(_))), "{error:?}");
     assert!(!error.is_transient());
     assert!(started.elapsed() < Duration::from_secs(9), "before the pool's timeout of 10 s");
@@ -248,7 +249,7 @@ fn no_thread_of_the_runtime_is_blocked() {
 fn a_handle_and_its_futures_may_move_between_threads() {
     fn assert_send<T: Send>(_: &T) {}
     fn assert_send_sync<T: Send + Sync + Clone>(_: &T) {}
-    let locks = SyncLock::new(&Settings::new("postgresql://127.0.0.1:1/nowhere").unwrap());
+    let locks = SyncLock::new(&Settings::new("postgresql://127.0.0.1:1/nowhere").unwrap()).unwrap();
     assert_send_sync(&locks);
     assert_send(&locks.acquire_lock(SyncType::Reconcile));
     assert_send(&locks.inspect());

@@ -10,6 +10,8 @@
 //! | `clock` | age is the database's affair, in any time zone |
 //! | `transaction` | the claim inside the caller's own transaction |
 //! | `handle` | the async handle: cancelled, cut off, without a database, with a full pool |
+//! | `lease` | renewed while held, lost for a reason, fenced; nothing left behind |
+//! | `runner` | one run of a job: every end has its outcome, record and free row |
 //! | `migration` | the cleanup removes the orphaned `global` row and nothing else, ever |
 //! | `command_line` | exit codes, output and bad input |
 //! | `soak` | 64 contenders for half a minute, judged by a trigger |
@@ -24,9 +26,11 @@ mod clock;
 mod command_line;
 mod contention;
 mod handle;
+mod lease;
 mod migration;
 mod records;
 mod release;
+mod runner;
 mod soak;
 mod starvation;
 mod transaction;

@@ -67,7 +67,7 @@ impl TestDatabase {
     }
 
     pub fn locks(&self) -> SyncLock {
-        SyncLock::new(&self.settings())
+        SyncLock::new(&self.settings()).expect("a handle")
     }
 
     pub fn execute(&self, sql: &str) {

@@ -20,6 +20,7 @@ struct State {
     round_trips: AtomicUsize,
     lose_next_answer: AtomicBool,
     lost: AtomicUsize,
+    silent: AtomicBool,
 }
 
 impl Wire {
@@ -62,6 +63,11 @@ impl Wire {
     /// Lets the server carry out the next request, and cuts the connection in the place of its answer.
     pub fn lose_next_answer(&self) {
         self.state.lose_next_answer.store(true, Ordering::SeqCst);
+    }
+
+    /// From now on requests and new connections are accepted and never answered, or the other way round.
+    pub fn silence(&self, silent: bool) {
+        self.state.silent.store(silent, Ordering::SeqCst);
     }
 
     /// How many answers were lost.
@@ -127,6 +133,9 @@ fn forward_requests(client: &mut impl Read, server: &mut impl Write, state: &Sta
             state.round_trips.fetch_add(1, Ordering::SeqCst);
         }
         started = true;
+        if state.silent.load(Ordering::SeqCst) {
+            continue;
+        }
         server.write_all(&message)?;
     }
 }

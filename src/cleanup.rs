@@ -1,0 +1,171 @@
+//! What a run leaves behind when nobody can wait for its end: a dropped lease, a claim whose caller is gone, an end that
+//! could not be written. One thread, only while there is something to do, with a connection of its own.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use crate::blocking::bounded;
+use crate::config::Settings;
+use crate::dedicated::Dedicated;
+use crate::error::LockError;
+use crate::key::LockKey;
+use crate::run::{Ending, RunId};
+use crate::store;
+
+/// The pause after the first failed attempt, and the longest one.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
+
+/// How long one attempt may take.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// An end that is owed to the database.
+#[derive(Clone, Debug)]
+pub(crate) struct Leftover {
+    pub(crate) key: LockKey,
+    pub(crate) run_id: RunId,
+    pub(crate) ending: Ending,
+    /// How long trying makes sense: after the maximum age the row is free for everybody anyway.
+    pub(crate) max_age: Duration,
+    /// How often to look again when nothing was found: a claim whose answer was lost may still be under way on the server.
+    pub(crate) looks: u32,
+}
+
+/// Cheap to clone; all clones share one queue.
+#[derive(Clone)]
+pub(crate) struct Cleanup {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    settings: Settings,
+    queue: Mutex<Queue>,
+    wake: Condvar,
+    owed: watch::Sender<usize>,
+}
+
+#[derive(Default)]
+struct Queue {
+    leftovers: VecDeque<(Leftover, Option<Instant>)>,
+    /// A thread works on it.
+    attended: bool,
+}
+
+impl Cleanup {
+    pub(crate) fn new(settings: Settings) -> Self {
+        let owed = watch::Sender::new(0);
+        Self { shared: Arc::new(Shared { settings, queue: Mutex::default(), wake: Condvar::new(), owed }) }
+    }
+
+    /// Takes over an end that somebody owes. Never blocks.
+    pub(crate) fn hand_over(&self, leftover: Leftover) {
+        let mut queue = self.shared.queue();
+        self.shared.owed.send_modify(|owed| *owed += 1);
+        let give_up = Instant::now().checked_add(leftover.max_age);
+        queue.leftovers.push_back((leftover, give_up));
+        self.shared.wake.notify_one();
+        if !queue.attended {
+            let shared = Arc::clone(&self.shared);
+            let thread = thread::Builder::new().name("sync-lock-cleanup".to_owned());
+            match thread.spawn(move || shared.work()) {
+                Ok(_) => queue.attended = true,
+                // The next hand-over tries again.
+                Err(error) => tracing::error!(%error, "no thread to clean up with"),
+            }
+        }
+    }
+
+    /// Waits until nothing is owed any more.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future stops the wait and not the work.
+    pub(crate) async fn settled(&self) {
+        // The sender lives as long as this handle.
+        let _ = self.shared.owed.subscribe().wait_for(|owed| *owed == 0).await;
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        let mut dedicated = Dedicated::new(self.settings.clone());
+        let mut pause = PAUSES.0;
+        loop {
+            let (mut leftover, give_up) = {
+                let mut queue = self.queue();
+                let Some(next) = queue.leftovers.pop_front() else {
+                    queue.attended = false;
+                    return;
+                };
+                next
+            };
+            match settle(&mut dedicated, &leftover) {
+                Ok((false, false)) if leftover.looks > 0 => {
+                    leftover.looks -= 1;
+                    pause = self.later(leftover, give_up, pause);
+                    continue;
+                }
+                Ok((recorded, freed)) => {
+                    let Leftover { key, run_id, .. } = &leftover;
+                    tracing::info!(%key, %run_id, freed, recorded, "cleaned up after a run");
+                    pause = PAUSES.0;
+                }
+                Err(error) if give_up.is_none_or(|give_up| Instant::now() < give_up) => {
+                    tracing::debug!(key = %leftover.key, run_id = %leftover.run_id, %error, "not cleaned up yet");
+                    pause = self.later(leftover, give_up, pause);
+                    continue;
+                }
+                Err(error) => {
+                    tracing::error!(key = %leftover.key, run_id = %leftover.run_id, %error, "left to expire");
+                }
+            }
+            self.owed.send_modify(|owed| *owed -= 1);
+        }
+    }
+
+    /// Puts a leftover back and waits, and says how long to wait the next time. A new leftover ends the wait.
+    fn later(&self, leftover: Leftover, give_up: Option<Instant>, pause: Duration) -> Duration {
+        let mut queue = self.queue();
+        queue.leftovers.push_back((leftover, give_up));
+        drop(self.wake.wait_timeout(queue, pause));
+        (pause * 2).min(PAUSES.1)
+    }
+}
+
+fn settle(dedicated: &mut Dedicated, leftover: &Leftover) -> Result<(bool, bool), LockError> {
+    let Leftover { key, run_id, ending, .. } = leftover.clone();
+    dedicated.call(ATTEMPT, move |conn| bounded(conn, |conn| store::finish_and_release(conn, &key, &run_id, &ending)))
+}
+
+/// Hands an end over when it is dropped, unless it was settled before. It is made before the statement that may make it
+/// necessary, so that a future dropped at any point, a lost answer and a runtime that shuts down all lead here.
+pub(crate) struct OnDrop {
+    cleanup: Cleanup,
+    leftover: Option<Leftover>,
+}
+
+impl OnDrop {
+    pub(crate) fn new(cleanup: Cleanup, leftover: Leftover) -> Self {
+        Self { cleanup, leftover: Some(leftover) }
+    }
+
+    /// Nothing is owed any more.
+    pub(crate) fn settled(mut self) {
+        self.leftover = None;
+    }
+}
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        if let Some(leftover) = self.leftover.take() {
+            self.cleanup.hand_over(leftover);
+        }
+    }
+}
