@@ -49,6 +49,9 @@ mod pool;
 #[doc(hidden)]
 pub mod private_server;
 mod run;
+#[cfg(feature = "private-server")]
+#[doc(hidden)]
+pub mod starvation;
 mod store;
 
 pub use blocking::{Acquisition, Displaced, Holder, LockRow, LockState};
