@@ -55,6 +55,9 @@ mod pool;
 pub mod private_server;
 mod run;
 mod runner;
+#[cfg(feature = "private-server")]
+#[doc(hidden)]
+pub mod starvation;
 mod store;
 
 pub use blocking::{Acquisition, Displaced, Holder, LockRow, LockState};

@@ -4,7 +4,11 @@ use std::error::Error;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use diesel::ConnectionError;
+use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use sync_lock::migrate::MigrateError;
+use sync_lock::private_server::ServerError;
+use sync_lock::starvation::SimulationError;
 use sync_lock::{ConnectError, InvalidEnvironment, LockError};
 
 const USAGE: u8 = 64;
@@ -42,7 +46,8 @@ impl Failure {
         if code == SOFTWARE {
             message.push_str(" (if this looks like a bug, report it with this line and the output of RUST_LOG=debug)");
         }
-        Self { code, message: message.replace('\n', " ") }
+        let message = message.lines().map(str::trim).collect::<Vec<_>>().join(" ");
+        Self { code, message }
     }
 
     /// Prints the line and hands out the code.
@@ -75,6 +80,40 @@ impl From<MigrateError> for Failure {
 impl From<InvalidEnvironment> for Failure {
     fn from(error: InvalidEnvironment) -> Self {
         Self::configuration(&error)
+    }
+}
+
+impl From<ServerError> for Failure {
+    fn from(error: ServerError) -> Self {
+        use DatabaseErrorKind::{ClosedConnection, ReadOnlyTransaction};
+        let code = match &error {
+            // What libpq cannot read starts with "invalid"; what it could not do does not.
+            ServerError::Connect(ConnectionError::BadConnection(message)) if !message.starts_with("invalid ") => {
+                let source = ConnectionError::BadConnection(message.clone());
+                lock_code(&LockError::Unreachable(source.into()))
+            }
+            ServerError::Timeout { .. }
+            | ServerError::Create(DieselError::DatabaseError(ClosedConnection | ReadOnlyTransaction, _)) => UNAVAILABLE,
+            // diesel keeps SQLSTATE 42501 to itself.
+            ServerError::Create(refusal) if refusal.to_string().starts_with("permission denied") => NO_PERMISSION,
+            ServerError::Create(_) | ServerError::Drop(_) => SOFTWARE,
+            _ => CONFIGURATION,
+        };
+        let mut failure = Self::new(code, &error);
+        if matches!(error, ServerError::Connect(_) | ServerError::Url(_) | ServerError::UnsuitableUrl(_)) {
+            failure.message.insert_str(0, "TEST_DATABASE_URL: ");
+        }
+        failure
+    }
+}
+
+impl From<SimulationError> for Failure {
+    fn from(error: SimulationError) -> Self {
+        match error {
+            SimulationError::Lock(error) => error.into(),
+            SimulationError::Migrate(error) => error.into(),
+            error => Self::bug(&error),
+        }
     }
 }
 
