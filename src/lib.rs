@@ -58,3 +58,8 @@ pub use error::{ConnectError, LockError};
 pub use key::{InvalidKey, Job, LockKey, SyncType, UnknownSyncType};
 pub use lock::SyncLock;
 pub use run::{InvalidRunId, RunId, RunReport};
+
+/// The examples of the README, compiled as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
