@@ -70,3 +70,8 @@ pub use lease::{FencedError, Lease, LeaseAttempt};
 pub use lock::SyncLock;
 pub use run::{InvalidRunId, RunId, RunReport};
 pub use runner::{JobFailure, RunOutcome, ScheduledReport};
+
+/// The examples of the README, compiled as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

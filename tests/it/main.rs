@@ -14,6 +14,7 @@
 //! | `runner` | one run of a job: every end has its outcome, record and free row |
 //! | `migration` | the cleanup removes the orphaned `global` row and nothing else, ever |
 //! | `command_line` | exit codes, output and bad input |
+//! | `documentation` | the documents name tests that exist, and their SQL works |
 //! | `soak` | 64 contenders for half a minute, judged by a trigger |
 
 #![expect(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -25,6 +26,7 @@ mod bounds;
 mod clock;
 mod command_line;
 mod contention;
+mod documentation;
 mod handle;
 mod lease;
 mod migration;
