@@ -214,7 +214,7 @@ fn claim_once(conn: &mut PgConnection, job: &Job, run_id: &RunId, max_age: MaxAg
     let ours = claim.holder.as_deref() == Some(run_id.as_str());
     if claim.won || ours {
         if let Some(displaced) = claim.holder.as_deref().filter(|_| claim.displaced_open) {
-            close_displaced(conn, displaced, run_id)?;
+            close_displaced(conn, displaced, run_id);
         }
         return Ok(Answer::Decided(locked(claim, run_id)));
     }
@@ -238,11 +238,12 @@ fn locked(claim: Claim, run_id: &RunId) -> Acquisition {
 }
 
 /// Closes a displaced run whose record the claim could not see or did not want to wait for. The claim stands either way.
-fn close_displaced(conn: &mut PgConnection, displaced: &str, by: &RunId) -> Result<(), LockError> {
-    if !bounded(conn, |conn| store::close_displaced(conn, displaced, by))? {
-        tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked: left as it is");
+fn close_displaced(conn: &mut PgConnection, displaced: &str, by: &RunId) {
+    match bounded(conn, |conn| store::close_displaced(conn, displaced, by)) {
+        Ok(true) => {}
+        Ok(false) => tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked"),
+        Err(error) => tracing::warn!(run_id = %by, displaced, %error, "the displaced run's record was left as it is"),
     }
-    Ok(())
 }
 
 fn report(job: &Job, acquisition: &Acquisition) {
@@ -297,6 +298,7 @@ pub(crate) fn lock_timeout_or_else(conn: &mut PgConnection, error: DieselError, 
         return LockError::RowLocked(error);
     }
     match explain(conn, error) {
+        LockError::Database(error) if in_english && !timed_out => LockError::Cancelled(error),
         LockError::Database(error) if timed_out => LockError::RowLocked(error),
         explained => explained,
     }

@@ -13,6 +13,9 @@ use crate::error::LockError;
 /// The variable with the maximum age in milliseconds, shared with the TypeScript replicas.
 const MAX_AGE_VARIABLE: &str = "DISPATCH_SYNC_LOCK_MAX_AGE_MS";
 
+/// How long a whole call may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+
 /// The longest time between two renewals.
 const LONGEST_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -129,8 +132,13 @@ impl Settings {
         Ok(Self {
             max_age: MaxAge::DEFAULT,
             pool_size: url.connection_limit.unwrap_or(5),
-            pool_timeout: url.pool_timeout.unwrap_or(Duration::from_secs(10)),
-            call_timeout: Duration::from_secs(15),
+            // Zero is no limit to Prisma; here the call's own bound ends every wait.
+            pool_timeout: match url.pool_timeout {
+                Some(Duration::ZERO) => CALL_TIMEOUT,
+                Some(wait) => wait,
+                None => Duration::from_secs(10),
+            },
+            call_timeout: CALL_TIMEOUT,
             heartbeat_interval: LONGEST_HEARTBEAT_INTERVAL,
             url,
         })

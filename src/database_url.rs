@@ -24,7 +24,7 @@ pub(crate) struct DatabaseUrl {
     pub(crate) conninfo: String,
     /// Prisma's `connection_limit`.
     pub(crate) connection_limit: Option<u32>,
-    /// Prisma's `pool_timeout`; zero means no limit there, and the longest wait we allow here.
+    /// Prisma's `pool_timeout`; zero means no limit.
     pub(crate) pool_timeout: Option<Duration>,
     /// Whether prepared statements must not outlive a transaction (`pgbouncer=true`, `statement_cache_size=0`).
     pub(crate) unprepared: bool,

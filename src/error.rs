@@ -32,6 +32,9 @@ pub enum LockError {
     /// Another transaction came in between, under REPEATABLE READ or SERIALIZABLE. Begin the transaction again.
     #[error("the statement was in conflict with a concurrent transaction: try the transaction again")]
     Serialization(#[source] DieselError),
+    /// The server ended the statement: its `statement_timeout` (`socket_timeout` in the URL), or an operator did.
+    #[error("the server cancelled the statement: look for a table lock, or raise its statement_timeout")]
+    Cancelled(#[source] DieselError),
     /// The row is locked by another transaction that did not end in time.
     #[error("the row is locked by another transaction: try again")]
     RowLocked(#[source] DieselError),
@@ -107,6 +110,7 @@ impl LockError {
             | Self::ConnectionLost(_)
             | Self::ReadOnly(_)
             | Self::Serialization(_)
+            | Self::Cancelled(_)
             | Self::RowLocked(_) => true,
             Self::MissingTable(_)
             | Self::WrongTable { .. }
@@ -116,6 +120,13 @@ impl LockError {
             | Self::ShutDown
             | Self::CutOff => false,
         }
+    }
+}
+
+/// Of BEGIN and COMMIT, for callers who run a transaction of their own around calls of this crate.
+impl From<DieselError> for LockError {
+    fn from(error: DieselError) -> Self {
+        Self::of_statement(error)
     }
 }
 
@@ -178,7 +189,8 @@ impl From<ConnectionError> for ConnectError {
 /// interpreted: the server writes them in its own language.
 pub(crate) fn explain(conn: &mut PgConnection, error: DieselError) -> LockError {
     match error {
-        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) if !in_transaction(conn) => {
+        // In a transaction that the failure has aborted, the catalog does not answer and the error stays as it is.
+        DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {
             find_obstacle(conn).unwrap_or(LockError::Database(error))
         }
         _ => LockError::of_statement(error),

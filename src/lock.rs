@@ -291,16 +291,19 @@ impl SyncLock {
     async fn claim(&self, job: Job) -> Result<(Acquisition, Duration, Option<OnDrop>), LockError> {
         let (cleanup, max_age, run_id) = (self.inner.cleanup.clone(), self.max_age_of(&job), RunId::new());
         self.call(move |pool, deadline| {
-            let mut sent = None;
+            let (mut sent, mut uncertain) = (None, false);
             let outcome = pool.run(deadline, |conn| {
                 sent.get_or_insert_with(|| {
                     let ending = Ending::Failed("the claim was abandoned before it was answered".to_owned());
                     let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
                     (boottime::now(), OnDrop::new(cleanup.clone(), undo))
                 });
-                blocking::claim(conn, &job, &run_id, max_age)
+                let outcome = blocking::claim(conn, &job, &run_id, max_age);
+                uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
+                outcome
             });
-            let may_have_won = matches!(outcome, Ok(Acquisition::Locked { .. }) | Err(LockError::ConnectionLost(_)));
+            // A statement whose answer was lost may win even after the one that was sent in its place has lost.
+            let may_have_won = uncertain || matches!(outcome, Ok(Acquisition::Locked { .. }));
             let (sent, mut unanswered) = match sent {
                 Some((sent, unanswered)) => (sent, Some(unanswered)),
                 None => (boottime::now(), None),
@@ -308,7 +311,11 @@ impl SyncLock {
             if !may_have_won {
                 settle(unanswered.take());
             }
-            Ok((outcome?, sent, unanswered))
+            let acquisition = outcome?;
+            if !matches!(acquisition, Acquisition::Locked { .. }) {
+                drop(unanswered.take());
+            }
+            Ok((acquisition, sent, unanswered))
         })
         .await
     }

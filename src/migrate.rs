@@ -98,6 +98,16 @@ pub enum MigrateError {
         "this database is managed by Prisma (it has _prisma_migrations): run Prisma's migrations instead of --bootstrap"
     )]
     ManagedByPrisma,
+    /// One of the two tables is there and the other is not, so that it is unclear whose they are.
+    #[error(
+        "the table \"{there}\" is there and \"{missing}\" is not: drop the one or restore the other, then --bootstrap again"
+    )]
+    OneTable {
+        /// The table that is there.
+        there: &'static str,
+        /// The table that is not.
+        missing: &'static str,
+    },
     /// A step failed.
     #[error(transparent)]
     Lock(#[from] LockError),
@@ -172,6 +182,10 @@ fn steps(conn: &mut PgConnection, migration: &Migration) -> Result<MigrationRepo
             LockState::Held | LockState::Future => return Err(MigrateError::Live(Box::new(row))),
         }
     }
+    // diesel flattens its errors to text, so the wait for its table is made here.
+    if store::table_exists(conn, "__diesel_schema_migrations")? {
+        bounded(conn, store::lock_bookkeeping)?;
+    }
     let applied = conn.run_pending_migrations(MIGRATIONS).map_err(|error| MigrateError::Apply(error.to_string()))?;
     report.applied = applied.iter().map(ToString::to_string).collect();
     bounded(conn, |conn| conn.batch_execute(store::CLEANUP))?;
@@ -183,8 +197,11 @@ fn bootstrap(conn: &mut PgConnection) -> Result<bool, MigrateError> {
     if store::table_exists(conn, "_prisma_migrations")? {
         return Err(MigrateError::ManagedByPrisma);
     }
-    if store::table_exists(conn, "sync_lock")? && store::table_exists(conn, "IssueSyncRun")? {
-        return Ok(false);
+    match (store::table_exists(conn, "sync_lock")?, store::table_exists(conn, "IssueSyncRun")?) {
+        (true, true) => return Ok(false),
+        (true, false) => return Err(MigrateError::OneTable { there: "sync_lock", missing: "IssueSyncRun" }),
+        (false, true) => return Err(MigrateError::OneTable { there: "IssueSyncRun", missing: "sync_lock" }),
+        (false, false) => {}
     }
     bounded(conn, |conn| conn.batch_execute(store::BOOTSTRAP))?;
     Ok(true)

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use diesel::connection::{CacheSize, SimpleConnection};
+use diesel::connection::{AnsiTransactionManager, CacheSize, TransactionManager};
 use diesel::prelude::*;
 use diesel::r2d2::{ConnectionManager, CustomizeConnection, Error as ManagerError, HandleError, PooledConnection};
 
@@ -55,11 +55,12 @@ impl Pool {
             match call(&mut conn) {
                 Err(LockError::ConnectionLost(_)) if dead < self.size && Instant::now() < deadline => {
                     dead += 1;
-                    admit_death(&mut conn);
+                    give_up(&mut conn);
                 }
-                Err(LockError::ConnectionLost(error)) => {
-                    admit_death(&mut conn);
-                    return Err(LockError::ConnectionLost(error));
+                // After a failover a new connection may find the new primary.
+                Err(error @ (LockError::ConnectionLost(_) | LockError::ReadOnly(_))) => {
+                    give_up(&mut conn);
+                    return Err(error);
                 }
                 Err(LockError::RowLocked(_)) if locked < ROW_LOCK_TRIES && Instant::now() < deadline => locked += 1,
                 outcome => return outcome,
@@ -100,13 +101,10 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// diesel does not mark a connection as broken if the server closed it before the statement was prepared on it; the pool
-/// would hand it out for ever. Two more attempts make libpq and diesel notice.
-fn admit_death(conn: &mut PgConnection) {
-    for _ in 0..2 {
-        // The failure is the purpose.
-        let _ = conn.batch_execute("");
-    }
+/// Makes the pool close a connection. diesel by itself does not mark one as broken that the server closed before the
+/// statement was prepared on it, and the pool would hand it out for ever.
+fn give_up(conn: &mut PgConnection) {
+    AnsiTransactionManager::transaction_manager_status_mut(conn).set_in_error();
 }
 
 #[derive(Debug)]

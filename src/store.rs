@@ -10,6 +10,7 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
+use diesel::connection::SimpleConnection;
 use diesel::pg::Pg;
 use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
@@ -424,6 +425,12 @@ pub(crate) fn set_local(conn: &mut PgConnection, setting: &str, value: &str) -> 
 pub(crate) fn lock_migrations(conn: &mut PgConnection) -> QueryResult<()> {
     const SQL: &str = ", one AS (SELECT pg_advisory_xact_lock(hashtextextended($1, 0))) SELECT count(*) FROM one";
     Statement::<BigInt>::new(SQL, &[Bind::Text("sync-lock migrate")]).get_result::<i64>(conn).map(drop)
+}
+
+/// Locks diesel's bookkeeping until the end of the transaction. Invariant: it only takes the lock that writing to the
+/// table takes.
+pub(crate) fn lock_bookkeeping(conn: &mut PgConnection) -> QueryResult<()> {
+    conn.batch_execute("LOCK TABLE __diesel_schema_migrations IN ROW EXCLUSIVE MODE")
 }
 
 /// Locks the leftover shared row and shows it. Invariant: while the transaction lasts, the row that was shown is the

@@ -69,7 +69,7 @@ impl From<MigrateError> for Failure {
     fn from(error: MigrateError) -> Self {
         let code = match &error {
             MigrateError::Live(_) | MigrateError::Locked(_) => TRY_AGAIN,
-            MigrateError::ManagedByPrisma => CONFIGURATION,
+            MigrateError::ManagedByPrisma | MigrateError::OneTable { .. } => CONFIGURATION,
             MigrateError::Lock(error) => lock_code(error),
             _ => SOFTWARE,
         };
@@ -124,13 +124,14 @@ fn lock_code(error: &LockError) -> u8 {
         }
         LockError::Unreachable(ConnectError::Refused(_))
         | LockError::MissingTable(_)
-        | LockError::WrongTable { .. } => CONFIGURATION,
+        | LockError::WrongTable { .. }
+        | LockError::MaxAge(_) => CONFIGURATION,
         LockError::Unreachable(_)
         | LockError::PoolExhausted(_)
         | LockError::TimedOut(_)
         | LockError::ConnectionLost(_)
         | LockError::ReadOnly(_) => UNAVAILABLE,
-        LockError::Serialization(_) | LockError::RowLocked(_) => TRY_AGAIN,
+        LockError::Serialization(_) | LockError::RowLocked(_) | LockError::Cancelled(_) => TRY_AGAIN,
         LockError::MissingPrivilege { .. } => NO_PERMISSION,
         _ => SOFTWARE,
     }

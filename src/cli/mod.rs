@@ -22,7 +22,7 @@ Environment:
 Exit codes:
    0  done
   64  wrong usage or an invalid argument
-  69  the database cannot be reached in time, or has no connection left
+  69  the database cannot be reached in time, has no connection left, or only takes reads
   75  not now, try again: \"global\" is alive, or a row is locked
   77  the role lacks a privilege (named in the message)
   78  configuration or schema: bad DATABASE_URL, wrong password, no such database, tables missing or of another type

@@ -1,8 +1,9 @@
 //! `sync-lock status`: who holds what.
 
 use chrono::SecondsFormat;
+use diesel::connection::{Connection, SimpleConnection};
 use serde::Serialize;
-use sync_lock::{LockRow, MaxAge, Settings, blocking};
+use sync_lock::{LockError, LockRow, MaxAge, Settings, blocking};
 
 use crate::cli::Failure;
 use crate::cli::output::{age, print, shown, table};
@@ -21,7 +22,11 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let settings = Settings::from_env()?;
     let max_age = settings.max_age();
-    let rows = blocking::inspect(&mut settings.connect()?, max_age)?;
+    // Nobody waits for ever to be told who holds what.
+    let rows = settings.connect()?.transaction(|conn| {
+        conn.batch_execute("SET LOCAL statement_timeout = '10s'").map_err(LockError::from)?;
+        blocking::inspect(conn, max_age)
+    })?;
     if arguments.json { print(&json(&rows, max_age)?) } else { print(&human(&rows, max_age)) }
 }
 

@@ -206,13 +206,53 @@ async fn a_call_that_gets_no_answer_ends_within_its_bound() {
 }
 
 #[tokio::test]
-async fn a_database_that_is_not_there_is_unreachable_within_the_bound_and_later_works() {
+async fn a_database_that_is_not_there_is_unreachable_within_the_bound() {
     let nowhere = Settings::new("postgresql://nobody:hunter2@127.0.0.1:1/nowhere").unwrap();
     let locks = SyncLock::new(&nowhere.with_pool_timeout(Duration::from_millis(500))).unwrap();
     let error = locks.acquire_lock(SyncType::Reconcile).await.unwrap_err();
     assert!(matches!(error, LockError::Unreachable(ConnectError::Unavailable(_))), "{error:?}");
     assert!(error.is_transient());
     assert!(!format!("{error:?} {error} {locks:?}").contains("hunter2"));
+}
+
+#[tokio::test]
+async fn a_handle_made_while_the_database_is_down_works_when_it_is_back() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    wire.silence(true);
+    let settings = Settings::new(&format!("{}&connect_timeout=1", wire.url())).unwrap();
+    let locks = SyncLock::new(&settings.with_pool_timeout(Duration::from_millis(300))).unwrap();
+    let error = locks.acquire_lock(SyncType::Reconcile).await.unwrap_err();
+    assert!(matches!(error, LockError::Unreachable(_) | LockError::PoolExhausted(_)), "{error:?}");
+    wire.silence(false);
+    let answer = locks.acquire_within(SyncType::Reconcile, PATIENCE).await.unwrap();
+    assert!(is_win(&answer));
+}
+
+#[tokio::test]
+async fn a_claim_whose_answer_was_lost_with_the_database_is_undone_when_it_is_back() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let settings = Settings::new(&format!("{}&connect_timeout=1", wire.url())).unwrap().with_pool_size(1);
+    let locks = SyncLock::new(&settings.with_pool_timeout(Duration::from_millis(500))).unwrap();
+    let warm = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+    locks.fail_run(&warm, "only to warm up").await.unwrap();
+    locks.release_lock(&warm).await.unwrap();
+    wire.lose_the_next_answer_and_fall_silent();
+    let error = locks.acquire_lock(SyncType::Reconcile).await.unwrap_err();
+    assert!(error.is_transient(), "{error:?}");
+    assert_eq!(database.keys_held(), ["reconcile"], "it was committed");
+    wire.silence(false);
+    assert_nothing_left(&database);
+}
+
+#[tokio::test]
+async fn a_pool_timeout_of_zero_is_no_limit() {
+    let database = TestDatabase::new();
+    let mut url = url::Url::parse(&database.url()).unwrap();
+    url.query_pairs_mut().append_pair("pool_timeout", "0");
+    let locks = SyncLock::new(&Settings::new(url.as_str()).unwrap()).unwrap();
+    assert!(is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
 }
 
 #[tokio::test]

@@ -15,6 +15,7 @@
 //! | `migration` | the cleanup removes the orphaned `global` row and nothing else, ever |
 //! | `command_line` | exit codes, output and bad input |
 //! | `documentation` | the documents name tests that exist, and their SQL works |
+//! | `simulation` | the starvation as it was measured, and the demonstration |
 //! | `soak` | 64 contenders for half a minute, judged by a trigger |
 
 #![expect(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -33,6 +34,7 @@ mod migration;
 mod records;
 mod release;
 mod runner;
+mod simulation;
 mod soak;
 mod starvation;
 mod transaction;

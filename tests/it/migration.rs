@@ -338,3 +338,21 @@ fn a_migration_that_is_killed_can_be_run_again() {
     assert!(!database.keys_held().contains(&"global".to_owned()));
     assert_eq!(database.count(RECORDED), 1);
 }
+
+#[test]
+fn bootstrap_leaves_a_database_with_only_one_of_the_tables_alone() {
+    for (there, missing) in [("sync_lock", "IssueSyncRun"), ("IssueSyncRun", "sync_lock")] {
+        let database = TestDatabase::new();
+        database.execute(&format!(r#"DROP TABLE "{missing}""#));
+        let (_, stderr) = expect_exit(&mut sync_lock(&database.url(), &["migrate", "--bootstrap"]), 78);
+        assert!(stderr.contains(&format!(r#""{there}" is there and "{missing}" is not"#)), "{stderr}");
+    }
+}
+
+#[test]
+fn a_bookkeeping_table_that_somebody_has_locked_is_try_again_and_not_a_bug() {
+    let database = TestDatabase::new();
+    let mut rival = database.connect();
+    rival.batch_execute("BEGIN; LOCK TABLE __diesel_schema_migrations IN EXCLUSIVE MODE").unwrap();
+    expect_exit(&mut sync_lock(&database.url(), &["migrate"]), 75);
+}

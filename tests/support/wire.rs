@@ -21,6 +21,7 @@ struct State {
     lose_next_answer: AtomicBool,
     lost: AtomicUsize,
     silent: AtomicBool,
+    silent_after_loss: AtomicBool,
 }
 
 impl Wire {
@@ -68,6 +69,12 @@ impl Wire {
     /// From now on requests and new connections are accepted and never answered, or the other way round.
     pub fn silence(&self, silent: bool) {
         self.state.silent.store(silent, Ordering::SeqCst);
+    }
+
+    /// [`Wire::lose_next_answer`], and then [`Wire::silence`].
+    pub fn lose_the_next_answer_and_fall_silent(&self) {
+        self.state.silent_after_loss.store(true, Ordering::SeqCst);
+        self.lose_next_answer();
     }
 
     /// How many answers were lost.
@@ -149,6 +156,7 @@ fn forward_answers(server: &mut impl Read, client: &mut impl Write, state: &Stat
         }
         if state.lose_next_answer.swap(false, Ordering::SeqCst) {
             // The server answers when it is done, so what it was asked for has happened.
+            state.silent.fetch_or(state.silent_after_loss.swap(false, Ordering::SeqCst), Ordering::SeqCst);
             state.lost.fetch_add(1, Ordering::SeqCst);
             return Ok(());
         }
