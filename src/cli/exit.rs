@@ -11,10 +11,13 @@ use sync_lock::private_server::ServerError;
 use sync_lock::starvation::SimulationError;
 use sync_lock::{ConnectError, InvalidEnvironment, LockError};
 
-const USAGE: u8 = 64;
+pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
 const SOFTWARE: u8 = 70;
-const TRY_AGAIN: u8 = 75;
+pub(crate) const TRY_AGAIN: u8 = 75;
+pub(crate) const LOST: u8 = 76;
+pub(crate) const NOT_EXECUTABLE: u8 = 126;
+pub(crate) const NOT_FOUND: u8 = 127;
 const NO_PERMISSION: u8 = 77;
 const CONFIGURATION: u8 = 78;
 
@@ -33,6 +36,16 @@ impl Failure {
     /// Something that this machine lacks or that the environment says wrongly.
     pub(crate) fn configuration(error: &dyn Error) -> Self {
         Self::new(CONFIGURATION, error)
+    }
+
+    /// An argument that only the library can judge.
+    pub(crate) fn usage(error: &dyn Error) -> Self {
+        Self::new(USAGE, error)
+    }
+
+    /// A failure in the words of the command itself.
+    pub(crate) fn told(code: u8, message: String) -> Self {
+        Self { code, message }
     }
 
     fn new(code: u8, error: &dyn Error) -> Self {

@@ -4,6 +4,7 @@ mod demo;
 mod exit;
 mod migrate;
 mod output;
+mod run;
 mod status;
 
 use std::process::ExitCode;
@@ -20,13 +21,16 @@ Environment:
   RUST_LOG                       what to log on stderr [default: warn]
 
 Exit codes:
-   0  done
+   0  done; for run: the command succeeded under the lock
   64  wrong usage or an invalid argument
   69  the database cannot be reached in time, has no connection left, or only takes reads
-  75  not now, try again: \"global\" is alive, or a row is locked
+  75  not now, try again: the key is held by another (run), \"global\" is alive or a row is locked (migrate)
+  76  run: the lock was lost while the command ran
   77  the role lacks a privilege (named in the message)
   78  configuration or schema: bad DATABASE_URL, wrong password, no such database, tables missing or of another type
-  70  anything else: a bug";
+  70  anything else: a bug
+ 126, 127  run: the command cannot be executed, cannot be found
+ its own, 128 + n  run: the command's exit code, or the signal that ended it; a line on stderr says so";
 
 /// A lock per job in a Postgres table, shared with TypeScript replicas that use Prisma.
 #[derive(Parser)]
@@ -40,6 +44,7 @@ struct Arguments {
 enum Command {
     Migrate(migrate::Arguments),
     Status(status::Arguments),
+    Run(run::Arguments),
     Demo(demo::Arguments),
 }
 
@@ -49,15 +54,14 @@ pub(crate) fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) => return exit::usage(&error),
     };
+    let done = |()| ExitCode::SUCCESS;
     let outcome = match arguments.command {
-        Command::Migrate(arguments) => migrate::run(&arguments),
-        Command::Status(arguments) => status::run(&arguments),
-        Command::Demo(arguments) => demo::run(&arguments),
+        Command::Migrate(arguments) => migrate::run(&arguments).map(done),
+        Command::Status(arguments) => status::run(&arguments).map(done),
+        Command::Run(arguments) => run::run(&arguments),
+        Command::Demo(arguments) => demo::run(&arguments).map(done),
     };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
-    }
+    outcome.unwrap_or_else(|failure| failure.report())
 }
 
 /// Warnings of the library reach people; `RUST_LOG` shows more.

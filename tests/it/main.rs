@@ -15,6 +15,8 @@
 //! | `migration` | the cleanup removes the orphaned `global` row and nothing else, ever |
 //! | `command_line` | exit codes, output and bad input |
 //! | `documentation` | the documents name tests that exist, and their SQL works |
+//! | `run_command` | any program under a lock: signals, process group, exit codes |
+//! | `contest_sync` | the example, as two real processes |
 //! | `simulation` | the starvation as it was measured, and the demonstration |
 //! | `soak` | 64 contenders for half a minute, judged by a trigger |
 
@@ -27,12 +29,14 @@ mod bounds;
 mod clock;
 mod command_line;
 mod contention;
+mod contest_sync;
 mod documentation;
 mod handle;
 mod lease;
 mod migration;
 mod records;
 mod release;
+mod run_command;
 mod runner;
 mod simulation;
 mod soak;
