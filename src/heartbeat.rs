@@ -332,7 +332,6 @@ fn renew(dedicated: &mut Dedicated, chunk: &[Arc<Trust>], bound: Duration) -> Re
 /// Somewhere between three quarters of the interval and all of it, so that replicas do not beat in step.
 pub(crate) fn jittered(interval: Duration) -> Duration {
     let random = uuid::Uuid::new_v4().as_u128() % 1024;
-    #[expect(clippy::cast_possible_truncation, reason = "below 1024")]
     let share = random as u32;
     interval * 3 / 4 + interval / 4 * share / 1024
 }

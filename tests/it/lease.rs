@@ -32,7 +32,7 @@ fn short(database: &TestDatabase) -> Settings {
 async fn lease(locks: &SyncLock, sync_type: SyncType) -> Lease {
     match locks.lease(sync_type).await.expect("an answer") {
         LeaseAttempt::Leased(lease) => lease,
-        conflict => panic!("expected a lease: {conflict:?}"),
+        conflict @ LeaseAttempt::Conflict { .. } => panic!("expected a lease: {conflict:?}"),
     }
 }
 
