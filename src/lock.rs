@@ -168,3 +168,20 @@ fn undo_claim(pool: &Pool, run_id: &RunId, give_up: Option<Instant>) {
         pause = (pause * 2).min(longest);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_undo_that_cannot_work_is_given_up_when_the_row_has_expired() {
+        let (ended, end) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            let settings = Settings::new("postgresql://127.0.0.1:1/nowhere").expect("a URL");
+            let pool = Pool::new(&settings.with_pool_timeout(Duration::from_millis(50)));
+            undo_claim(&pool, &RunId::new(), Some(Instant::now()));
+            ended.send(()).expect("a test that waits");
+        });
+        end.recv_timeout(Duration::from_secs(30)).expect("the end of the undo");
+    }
+}
