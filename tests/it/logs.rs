@@ -60,7 +60,7 @@ fn the_end_of_a_run_and_a_release_are_logged_with_what_they_changed() {
     let database = TestDatabase::new();
     let mut conn = database.connect();
     let run = won(acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
-    let (_, lines) = logged(|| {
+    let ((), lines) = logged(|| {
         complete_run(&mut conn, &run, &RunReport::default()).unwrap();
         fail_run(&mut conn, &run, "too late").unwrap();
         release_lock(&mut conn, &run).unwrap();
