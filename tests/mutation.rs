@@ -5,7 +5,7 @@
 //! programs are in the target folder. It shares the build folder of the `cargo test` that runs this, so that what it
 //! depends on is not built again.
 
-#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+#![expect(clippy::expect_used, reason = "a test that cannot go on has failed")]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -81,8 +81,8 @@ const WITHOUT_AGE: Fault = Fault {
 const WITHOUT_AGE_LIMIT: Fault = Fault {
     edits: &[(
         "src/store.rs",
-        r#"< extract(epoch FROM clock_timestamp()) - $4)"#,
-        r#"<= extract(epoch FROM clock_timestamp()))"#,
+        r"< extract(epoch FROM clock_timestamp()) - $4)",
+        r"<= extract(epoch FROM clock_timestamp()))",
     )],
     fail: &[
         ("contention::the_contenders_maximum_age_decides", "seconds(20.0)"),
@@ -410,7 +410,6 @@ impl Report {
     fn assert_failed(&self, test: &str, words: &str) {
         assert_eq!(self.passed.get(test), Some(&false), "{test} should fail\n{}", self.whole);
         let message = self.messages.get(test).map_or("", String::as_str);
-        // A value is printed on a line of its own, indented; how far is the standard library's affair.
         assert!(message.contains(words), "{test} should fail with {words:?}\n{}", self.whole);
     }
 }
