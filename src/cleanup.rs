@@ -169,3 +169,24 @@ impl Drop for OnDrop {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_settled_is_given_up_when_the_row_has_expired() {
+        let nowhere = Settings::new("postgresql://127.0.0.1:1/nowhere").expect("a URL");
+        let cleanup = Cleanup::new(nowhere);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        cleanup.hand_over(Leftover {
+            key: LockKey::GROOMER,
+            run_id: RunId::new(),
+            ending: Ending::Failed("a test".to_owned()),
+            max_age: Duration::from_millis(1),
+            looks: 3,
+        });
+        let settled = async { tokio::time::timeout(Duration::from_secs(30), cleanup.settled()).await };
+        runtime.block_on(settled).expect("the end of the attempts");
+    }
+}

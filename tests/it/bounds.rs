@@ -158,3 +158,70 @@ fn a_release_that_meets_a_locked_row_ends_within_its_bound_and_may_be_repeated()
     assert!(complete_run(&mut conn, &run, &RunReport::default()).unwrap());
     assert!(release_lock(&mut conn, &run).unwrap());
 }
+
+/// Lets every claim of a free key end in an error of the server, after a wait, and counts them.
+fn refuse_claims(database: &TestDatabase, wait: &str, message: &str, condition: &str) {
+    database.execute(&format!(
+        r#"CREATE SEQUENCE refused;
+           CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             PERFORM nextval('refused'), pg_sleep({wait});
+             RAISE EXCEPTION '{message}' USING ERRCODE = '{condition}';
+           END $$;
+           CREATE TRIGGER refuse BEFORE INSERT ON "sync_lock" FOR EACH ROW EXECUTE FUNCTION refuse()"#
+    ));
+}
+
+#[test]
+fn a_wait_that_ran_out_is_a_conflict_in_any_language_of_the_server() {
+    let database = TestDatabase::new();
+    let german = "breche Anfrage ab wegen Zeitüberschreitung für Sperre";
+    refuse_claims(&database, "0.25", german, "lock_not_available");
+    let answer = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
+    assert!(matches!(answer, Acquisition::Conflict { holder: None, .. }), "{answer:?}");
+}
+
+#[test]
+fn an_error_of_the_server_that_is_no_wait_is_an_error() {
+    let database = TestDatabase::new();
+    refuse_claims(&database, "0", "a trigger says no", "raise_exception");
+    let outcome = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT);
+    assert!(matches!(outcome, Err(LockError::Database(_))), "{outcome:?}");
+    assert_eq!(database.count("SELECT last_value AS count FROM refused"), 1, "and is not tried again");
+}
+
+#[test]
+fn a_statement_timeout_of_the_callers_own_is_an_error_and_no_conflict() {
+    let database = TestDatabase::new();
+    let mut rival = database.connect();
+    rival.batch_execute(r#"BEGIN; INSERT INTO "sync_lock" VALUES ('reconcile', 'peer', now())"#).unwrap();
+    let mut conn = database.connect();
+    conn.batch_execute("SET statement_timeout = '50ms'").unwrap();
+    let outcome = acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT);
+    assert!(matches!(outcome, Err(LockError::Cancelled(_))), "{outcome:?}");
+}
+
+#[test]
+fn a_serialization_failure_is_tried_again_and_not_for_ever() {
+    let database = TestDatabase::new();
+    refuse_claims(&database, "0", "could not serialize access", "serialization_failure");
+    let outcome = acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT);
+    assert!(matches!(outcome, Err(LockError::Serialization(_))), "{outcome:?}");
+    assert_eq!(database.count("SELECT last_value AS count FROM refused"), 20);
+}
+
+#[test]
+fn a_free_row_that_is_locked_is_looked_at_twice() {
+    let database = TestDatabase::new();
+    database.plant("reconcile", Some("crashed"), 7200.0);
+    let wire = Wire::to(&database);
+    let mut conn = PgConnection::establish(wire.url()).unwrap();
+    let mut other = database.connect();
+    other.batch_execute(r#"BEGIN; SELECT 1 FROM "sync_lock" FOR UPDATE"#).unwrap();
+    let mut looks = 0;
+    for _warm in [false, true] {
+        wire.round_trips();
+        assert!(!is_win(&acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap()));
+        looks = wire.round_trips();
+    }
+    assert_eq!(looks, 2);
+}

@@ -8,18 +8,21 @@ use sync_lock::{Acquisition, MaxAge, RunId, SyncType};
 
 use crate::support::{TestDatabase, is_win, race, seconds, sync_lock, won};
 
+/// The job whose key is contended for. What its key is called is not these tests' affair.
+const JOB: SyncType = SyncType::Reconcile;
+
 /// Two contenders for one key, in many rounds. Each round starts from the same row, and the winner's answer is shown.
 fn two_contenders(prepare: impl Fn(&TestDatabase), judge: impl Fn(&Acquisition)) {
     let database = TestDatabase::new();
     for round in 0..50 {
         database.execute(r#"TRUNCATE "sync_lock""#);
         prepare(&database);
-        let answers = race(&database, 2, |_, conn| acquire_lock(conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+        let answers = race(&database, 2, |_, conn| acquire_lock(conn, JOB, MaxAge::DEFAULT).unwrap());
         let winners: Vec<_> = answers.iter().filter(|answer| is_win(answer)).collect();
         assert_eq!(winners.len(), 1, "round {round}: {answers:?}");
         judge(winners[0]);
         let held = database.locks_held();
-        assert_eq!(held, [("reconcile".to_owned(), Some(won(winners[0].clone()).to_string()))]);
+        assert_eq!(held, [(JOB.key().to_string(), Some(won(winners[0].clone()).to_string()))]);
     }
     database.assert_no_server_errors();
 }
@@ -41,7 +44,7 @@ fn of_two_contenders_for_a_free_key_one_wins() {
 #[test]
 fn of_two_contenders_for_an_orphaned_row_one_wins_and_says_that_nobody_held_it() {
     two_contenders(
-        |database| database.plant("reconcile", None, 5.0),
+        |database| database.plant(JOB.key().as_str(), None, 5.0),
         |winner| {
             let (holder, age) = displaced(winner).expect("a takeover");
             assert_eq!(holder, None);
@@ -53,7 +56,7 @@ fn of_two_contenders_for_an_orphaned_row_one_wins_and_says_that_nobody_held_it()
 #[test]
 fn of_two_contenders_for_an_expired_row_one_wins_and_names_whom_it_displaced() {
     two_contenders(
-        |database| database.plant("reconcile", Some("crashed"), 1801.0),
+        |database| database.plant(JOB.key().as_str(), Some("crashed"), 1801.0),
         |winner| {
             let (holder, age) = displaced(winner).expect("a takeover");
             assert_eq!(holder.as_deref(), Some("crashed"));
@@ -65,7 +68,7 @@ fn of_two_contenders_for_an_expired_row_one_wins_and_names_whom_it_displaced() {
 #[test]
 fn fifty_contenders_for_one_expired_row_have_exactly_one_winner_in_each_of_200_rounds() {
     const ROUNDS: usize = 200;
-    let database = TestDatabase::new();
+    let (database, key) = (TestDatabase::new(), JOB.key());
     // The row is made to expire again by one of the fifty between two rounds, while the others wait.
     let barrier = std::sync::Barrier::new(50);
     let wins = race(&database, 50, |index, conn| {
@@ -73,13 +76,13 @@ fn fifty_contenders_for_one_expired_row_have_exactly_one_winner_in_each_of_200_r
         for round in 0..ROUNDS {
             if index == 0 {
                 conn.batch_execute(&format!(
-                    r#"INSERT INTO "sync_lock" VALUES ('reconcile', 'crashed-{round}', clock_timestamp() - interval '2 hours')
+                    r#"INSERT INTO "sync_lock" VALUES ('{key}', 'crashed-{round}', clock_timestamp() - interval '2 hours')
                        ON CONFLICT ("id") DO UPDATE SET "syncRunId" = excluded."syncRunId", "acquiredAt" = excluded."acquiredAt""#
                 ))
                 .unwrap();
             }
             barrier.wait();
-            let answer = acquire_lock(conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
+            let answer = acquire_lock(conn, JOB, MaxAge::DEFAULT).unwrap();
             if is_win(&answer) {
                 let (holder, age) = displaced(&answer).expect("a takeover");
                 assert_eq!(holder, Some(format!("crashed-{round}")));

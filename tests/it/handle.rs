@@ -105,6 +105,37 @@ fn a_runtime_that_ends_under_a_claim_leaves_nothing() {
     assert_nothing_left(&database);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_abandoned_claim_is_undone_although_the_first_attempts_fail() {
+    let database = TestDatabase::new();
+    database.execute(
+        r#"CREATE TABLE refusing (); CREATE SEQUENCE refused;
+           CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             IF to_regclass('refusing') IS NULL THEN RETURN OLD; END IF;
+             PERFORM nextval('refused');
+             RAISE EXCEPTION 'not yet';
+           END $$;
+           CREATE TRIGGER refuse BEFORE DELETE ON "sync_lock" FOR EACH ROW EXECUTE FUNCTION refuse()"#,
+    );
+    let locks = database.locks();
+    let mut rival = database.connect();
+    rival.batch_execute(r#"BEGIN; LOCK TABLE "sync_lock" IN ACCESS EXCLUSIVE MODE"#).unwrap();
+    let claim = tokio::spawn({
+        let locks = locks.clone();
+        async move { locks.acquire_lock(SyncType::Reconcile).await }
+    });
+    // It is dropped while it waits, wins when the table is free again, and is refused the undoing.
+    poll("a claim that waits", || database.waiting() > 0);
+    claim.abort();
+    assert!(claim.await.unwrap_err().is_cancelled());
+    rival.batch_execute("ROLLBACK").unwrap();
+    poll("an attempt that fails", || database.count("SELECT count(*) FROM refused WHERE is_called") == 1);
+    assert_eq!(database.keys_held(), ["reconcile"]);
+    database.execute("DROP TABLE refusing");
+    assert_nothing_left(&database);
+    assert_eq!(database.runs()[0].status, "failed");
+}
+
 /// Waits until nobody works on the database any more and nothing of an abandoned claim is left.
 fn assert_nothing_left(database: &TestDatabase) {
     let busy = "SELECT count(*) FROM pg_stat_activity

@@ -6,6 +6,7 @@
 //! | `contention` | exactly one winner, whoever meets whom |
 //! | `release` | a run frees its own rows and nothing else |
 //! | `records` | run records tell what happened |
+//! | `logs` | logs tell who had the key |
 //! | `bounds` | no wait without an end; one round trip; a loser writes nothing |
 //! | `clock` | age is the database's affair, in any time zone |
 //! | `transaction` | the claim inside the caller's own transaction |
@@ -33,6 +34,7 @@ mod contest_sync;
 mod documentation;
 mod handle;
 mod lease;
+mod logs;
 mod migration;
 mod records;
 mod release;

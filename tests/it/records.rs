@@ -4,7 +4,7 @@ use diesel::connection::SimpleConnection;
 use sync_lock::blocking::{acquire_lock, complete_run, fail_run};
 use sync_lock::{MaxAge, RunId, RunReport, SyncType};
 
-use crate::support::{TestDatabase, is_win, key, race, seconds, won};
+use crate::support::{TestDatabase, is_win, key, poll, race, seconds, won};
 
 #[test]
 fn a_win_records_a_running_run_with_its_sync_type() {
@@ -121,4 +121,30 @@ fn a_takeover_of_a_key_without_records_needs_none() {
         database.back_date(601.0);
     }
     assert_eq!(database.runs(), []);
+}
+
+#[test]
+fn a_takeover_closes_a_record_that_was_written_after_the_claim_had_begun() {
+    let database = TestDatabase::new();
+    database.plant("reconcile", Some("crashed"), 7200.0);
+    // The late contender stops where it looks at the age of the row, until the gate opens.
+    database.execute(
+        "CREATE SCHEMA gated;
+         CREATE FUNCTION gated.clock_timestamp() RETURNS timestamptz LANGUAGE plpgsql AS
+           $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN pg_catalog.clock_timestamp(); END $$",
+    );
+    let (mut gate, mut late) = (database.connect(), database.connect());
+    gate.batch_execute("SELECT pg_advisory_lock(1)").unwrap();
+    late.batch_execute("SET search_path = gated, pg_catalog, public").unwrap();
+    let (between, next) = std::thread::scope(|scope| {
+        let claim = scope.spawn(|| acquire_lock(&mut late, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+        poll("a claim that waits at the gate", || database.waiting() > 0);
+        let between = won(acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+        database.back_date(3600.0);
+        gate.batch_execute("SELECT pg_advisory_unlock(1)").unwrap();
+        (between, won(claim.join().unwrap()))
+    });
+    let closed = database.run(&between);
+    assert_eq!(closed.error_message, Some(format!("lock taken over by run {next}")), "{closed:?}");
+    assert_eq!((closed.status.as_str(), closed.completed), ("failed", true));
 }

@@ -1,0 +1,85 @@
+//! Logs tell who had the key.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+
+use sync_lock::blocking::{acquire_lock, complete_run, fail_run, release_lock};
+use sync_lock::{MaxAge, RunReport, SyncType};
+use tracing::Level;
+
+use crate::support::{TestDatabase, is_win, won};
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The lines that an action on this thread logs for people, one an event.
+fn logged<T>(action: impl FnOnce() -> T) -> (T, Vec<String>) {
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_max_level(Level::INFO).without_time().with_target(false);
+    let outcome = tracing::subscriber::with_default(subscriber.with_writer(move || writer.clone()).finish(), action);
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    (outcome, text.lines().map(|line| without_owner(line.trim())).collect())
+}
+
+/// Every line names this process: host, process id and a random part. The rest is what differs from line to line.
+fn without_owner(line: &str) -> String {
+    let (before, owner) = line.split_once(" owner=\"").unwrap_or_else(|| panic!("no owner in {line}"));
+    let (owner, after) = owner.split_once('"').unwrap();
+    let (host_and_process, random) = owner.rsplit_once('-').unwrap();
+    assert!(host_and_process.ends_with(&format!("-{}", std::process::id())) && random.len() == 8, "{owner}");
+    format!("{before}{after}")
+}
+
+#[test]
+fn a_claim_a_conflict_and_a_takeover_are_each_logged_once_with_key_type_run_and_holder() {
+    let database = TestDatabase::new();
+    let mut conn = database.connect();
+    let mut claim = |sync_type| logged(|| acquire_lock(&mut conn, sync_type, MaxAge::DEFAULT).unwrap());
+    let (answer, lines) = claim(SyncType::Manual);
+    let first = won(answer);
+    assert_eq!(lines, [format!(r#"INFO acquired key=issue-sync sync_type="manual" run_id={first}"#)]);
+
+    let (answer, lines) = claim(SyncType::Scheduled);
+    assert!(!is_win(&answer));
+    let [line] = &lines[..] else { panic!("{lines:?}") };
+    let expected = format!(r#"INFO skipped key=issue-sync sync_type="scheduled" holder="{first}" age="#);
+    assert!(line.starts_with(&expected), "{line}");
+
+    database.back_date(3600.0);
+    let (answer, lines) = claim(SyncType::Scheduled);
+    let next = won(answer);
+    let [line] = &lines[..] else { panic!("{lines:?}") };
+    let expected =
+        format!(r#"WARN taken over key=issue-sync sync_type="scheduled" run_id={next} previous="{first}" age=36"#);
+    assert!(line.starts_with(&expected), "{line}");
+}
+
+#[test]
+fn the_end_of_a_run_and_a_release_are_logged_with_what_they_changed() {
+    let database = TestDatabase::new();
+    let mut conn = database.connect();
+    let run = won(acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+    let ((), lines) = logged(|| {
+        complete_run(&mut conn, &run, &RunReport::default()).unwrap();
+        fail_run(&mut conn, &run, "too late").unwrap();
+        release_lock(&mut conn, &run).unwrap();
+    });
+    assert_eq!(
+        lines,
+        [
+            format!("INFO succeeded run_id={run} changed=true"),
+            format!(r#"INFO failed run_id={run} changed=false error_message="too late""#),
+            format!("INFO released run_id={run} freed=true"),
+        ]
+    );
+}
