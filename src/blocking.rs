@@ -18,7 +18,7 @@ use crate::config::MaxAge;
 use crate::error::{LockError, explain, in_transaction};
 use crate::key::{Job, LEGACY_KEY, LockKey};
 use crate::run::{Ending, RunId, RunReport, owner_id};
-use crate::store::{self, Claim};
+use crate::store::{self, Claim, Store};
 
 /// How often a statement outside a transaction is sent again after a serialization failure. Each failure means that
 /// some other contender got through.
@@ -78,7 +78,7 @@ pub struct Displaced {
 /// Only what keeps the claim from being decided: see [`LockError`]. After [`LockError::ConnectionLost`] it may have been
 /// won all the same.
 pub fn acquire_lock(conn: &mut PgConnection, job: impl Into<Job>, max_age: MaxAge) -> Result<Acquisition, LockError> {
-    claim(conn, &job.into(), &RunId::new(), max_age)
+    Store::default().acquire(conn, &job.into(), &RunId::new(), max_age)
 }
 
 /// Frees what the run holds and says whether that was anything.
@@ -89,23 +89,36 @@ pub fn acquire_lock(conn: &mut PgConnection, job: impl Into<Job>, max_age: MaxAg
 ///
 /// [`LockError::RowLocked`] if another transaction has the row locked for more than 200 ms, and what any statement may meet.
 pub fn release_lock(conn: &mut PgConnection, run_id: &RunId) -> Result<bool, LockError> {
-    let freed = bounded(conn, |conn| store::release(conn, run_id))?;
-    tracing::info!(%run_id, owner = owner_id(), freed, "released");
-    Ok(freed)
+    Store::default().release_lock(conn, run_id)
 }
 
 /// Marks a run as completed and says whether its record was still `running`. A finished record is never changed.
 pub fn complete_run(conn: &mut PgConnection, run_id: &RunId, report: &RunReport) -> Result<bool, LockError> {
-    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Completed(report.clone())))?;
-    tracing::info!(%run_id, owner = owner_id(), changed, "succeeded");
-    Ok(changed)
+    Store::default().end_run(conn, run_id, &Ending::Completed(report.clone()))
 }
 
 /// Marks a run as failed and says whether its record was still `running`. A finished record is never changed.
 pub fn fail_run(conn: &mut PgConnection, run_id: &RunId, error_message: &str) -> Result<bool, LockError> {
-    let changed = bounded(conn, |conn| store::finish(conn, run_id, &Ending::Failed(error_message.to_owned())))?;
-    tracing::info!(%run_id, owner = owner_id(), changed, error_message, "failed");
-    Ok(changed)
+    Store::default().end_run(conn, run_id, &Ending::Failed(error_message.to_owned()))
+}
+
+/// Frees a key by force, for an operator, and says whether the run that was seen still held it. If not, nothing is freed.
+///
+/// The key is taken as it stands in the table, `global` included. The run's record is closed as failed if the row was freed.
+/// A holder that is alive learns at its next renewal that its lease is lost.
+///
+/// # Errors
+///
+/// As for [`release_lock`].
+pub fn force_release(conn: &mut PgConnection, key: &str, holder: &RunId) -> Result<bool, LockError> {
+    let store = Store::default();
+    // Looked at first, because a record must not be closed over a key that somebody else holds.
+    if !store.bounded(conn, |conn| store.holds(conn, &LockKey::from_row(key.to_owned()), holder))? {
+        return Ok(false);
+    }
+    let freed = store.bounded(conn, |conn| store.force_release(conn, key, holder))?;
+    tracing::warn!(key, run_id = %holder, owner = owner_id(), freed, "force-released");
+    Ok(freed)
 }
 
 /// A row of the lock table.
@@ -163,8 +176,7 @@ impl LockState {
 
 /// Lists the rows of the lock table by key. It locks nothing and changes nothing.
 pub fn inspect(conn: &mut PgConnection, max_age: MaxAge) -> Result<Vec<LockRow>, LockError> {
-    let rows = bounded(conn, store::rows)?;
-    Ok(rows.into_iter().map(|row| LockRow::new(row, max_age)).collect())
+    Store::default().inspect(conn, max_age)
 }
 
 impl LockRow {
@@ -180,52 +192,154 @@ impl LockRow {
     }
 }
 
-/// Claims the key for a run that the caller named. Asking again for the same run is safe: a claim whose answer was lost
-/// finds its own row and counts as won.
-pub(crate) fn claim(
-    conn: &mut PgConnection,
-    job: &Job,
-    run_id: &RunId,
-    max_age: MaxAge,
-) -> Result<Acquisition, LockError> {
-    let first = claim_once(conn, job, run_id, max_age)?;
-    // A row that is free but locked, or that came up while we looked, is worth one more look: then the race is over.
-    let answer = match first {
-        Answer::Undecided(_) => claim_once(conn, job, run_id, max_age)?,
-        decided @ Answer::Decided(_) => decided,
-    };
-    let (Answer::Decided(acquisition) | Answer::Undecided(acquisition)) = answer;
-    report(job, &acquisition);
-    Ok(acquisition)
+/// What the answers of the statements mean.
+impl Store {
+    /// Claims the key for a run that the caller named. Asking again for the same run is safe: a claim whose answer was lost
+    /// finds its own row and counts as won.
+    pub(crate) fn acquire(
+        &self,
+        conn: &mut PgConnection,
+        job: &Job,
+        run_id: &RunId,
+        max_age: MaxAge,
+    ) -> Result<Acquisition, LockError> {
+        let first = self.claim_once(conn, job, run_id, max_age)?;
+        // A row that is free but locked, or that came up while we looked, is worth one more look: then the race is over.
+        let answer = match first {
+            Answer::Undecided(_) => self.claim_once(conn, job, run_id, max_age)?,
+            decided @ Answer::Decided(_) => decided,
+        };
+        let (Answer::Decided(acquisition) | Answer::Undecided(acquisition)) = answer;
+        report(job, &acquisition);
+        Ok(acquisition)
+    }
+
+    fn claim_once(
+        &self,
+        conn: &mut PgConnection,
+        job: &Job,
+        run_id: &RunId,
+        max_age: MaxAge,
+    ) -> Result<Answer, LockError> {
+        let claim = match self.bounded(conn, |conn| self.claim(conn, job, run_id, max_age)) {
+            Ok(claim) => claim,
+            Err(LockError::RowLocked(_)) => return Ok(Answer::Undecided(Acquisition::Conflict { holder: None })),
+            Err(error) => return Err(error),
+        };
+        let ours = claim.holder.as_deref() == Some(run_id.as_str());
+        if claim.won || ours {
+            if let Some(displaced) = claim.holder.as_deref().filter(|_| claim.displaced_open) {
+                self.close_record(conn, displaced, run_id);
+            }
+            return Ok(Answer::Decided(locked(claim, run_id)));
+        }
+        let held = claim.age.is_some_and(|age| age <= max_age.duration().as_secs_f64());
+        let holder = match (claim.holder, claim.age) {
+            (Some(holder), Some(age)) => Some(Holder { run_id: RunId::from_row(holder), age: duration(age) }),
+            _ => None,
+        };
+        let decided = held && holder.is_some();
+        let conflict = Acquisition::Conflict { holder };
+        Ok(if decided { Answer::Decided(conflict) } else { Answer::Undecided(conflict) })
+    }
+
+    /// Closes a displaced run whose record the claim could not see or did not want to wait for. The claim stands either way.
+    fn close_record(&self, conn: &mut PgConnection, displaced: &str, by: &RunId) {
+        match self.bounded(conn, |conn| self.close_displaced(conn, displaced, by)) {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked");
+            }
+            Err(error) => {
+                tracing::warn!(run_id = %by, displaced, %error, "the displaced run's record was left as it is");
+            }
+        }
+    }
+
+    /// See [`release_lock`].
+    pub(crate) fn release_lock(&self, conn: &mut PgConnection, run_id: &RunId) -> Result<bool, LockError> {
+        let freed = self.bounded(conn, |conn| self.release(conn, run_id))?;
+        tracing::info!(%run_id, owner = owner_id(), freed, "released");
+        Ok(freed)
+    }
+
+    /// See [`complete_run`] and [`fail_run`].
+    pub(crate) fn end_run(&self, conn: &mut PgConnection, run_id: &RunId, ending: &Ending) -> Result<bool, LockError> {
+        let changed = self.bounded(conn, |conn| self.finish(conn, run_id, ending))?;
+        match ending {
+            Ending::Completed(_) => tracing::info!(%run_id, owner = owner_id(), changed, "succeeded"),
+            Ending::Failed(message) => {
+                tracing::info!(%run_id, owner = owner_id(), changed, error_message = message.as_str(), "failed");
+            }
+        }
+        Ok(changed)
+    }
+
+    /// See [`inspect`].
+    pub(crate) fn inspect(&self, conn: &mut PgConnection, max_age: MaxAge) -> Result<Vec<LockRow>, LockError> {
+        let rows = self.bounded(conn, |conn| self.rows(conn))?;
+        Ok(rows.into_iter().map(|row| LockRow::new(row, max_age)).collect())
+    }
+
+    /// See [`Store::finish_and_release`].
+    pub(crate) fn end_and_release(
+        &self,
+        conn: &mut PgConnection,
+        key: &LockKey,
+        run_id: &RunId,
+        ending: &Ending,
+    ) -> Result<(bool, bool), LockError> {
+        self.bounded(conn, |conn| self.finish_and_release(conn, key, run_id, ending))
+    }
+
+    /// Runs one statement: in a savepoint if the caller has a transaction open, repeated after a serialization failure if
+    /// not, and with its failure explained.
+    pub(crate) fn bounded<T>(
+        &self,
+        conn: &mut PgConnection,
+        mut statement: impl FnMut(&mut PgConnection) -> QueryResult<T>,
+    ) -> Result<T, LockError> {
+        let sent = Instant::now();
+        let outcome = if in_transaction(conn) {
+            conn.transaction(|conn| statement(conn))
+        } else {
+            let repeatable = DatabaseErrorKind::SerializationFailure;
+            let mut tries = 1;
+            loop {
+                match statement(conn) {
+                    Err(DieselError::DatabaseError(kind, _)) if kind == repeatable && tries < SERIALIZATION_TRIES => {
+                        tries += 1;
+                    }
+                    outcome => break outcome,
+                }
+            }
+        };
+        outcome.map_err(|error| self.explain(conn, error, sent.elapsed()))
+    }
+
+    /// Says what a failed statement means that took this long.
+    pub(crate) fn explain(&self, conn: &mut PgConnection, error: DieselError, waited: Duration) -> LockError {
+        let (timed_out, in_english) = match &error {
+            DieselError::DatabaseError(DatabaseErrorKind::Unknown, information) => {
+                (is_lock_timeout(information.message(), waited), information.message().starts_with(CANCELLED))
+            }
+            _ => (false, false),
+        };
+        if timed_out && in_english {
+            return LockError::RowLocked(error);
+        }
+        match explain(self, conn, error) {
+            LockError::Database(error) if in_english && !timed_out => LockError::Cancelled(error),
+            LockError::Database(error) if timed_out => LockError::RowLocked(error),
+            explained => explained,
+        }
+    }
 }
 
 enum Answer {
     Decided(Acquisition),
     /// A conflict with somebody who was claiming or freeing the key at that moment.
     Undecided(Acquisition),
-}
-
-fn claim_once(conn: &mut PgConnection, job: &Job, run_id: &RunId, max_age: MaxAge) -> Result<Answer, LockError> {
-    let claim = match bounded(conn, |conn| store::claim(conn, job, run_id, max_age)) {
-        Ok(claim) => claim,
-        Err(LockError::RowLocked(_)) => return Ok(Answer::Undecided(Acquisition::Conflict { holder: None })),
-        Err(error) => return Err(error),
-    };
-    let ours = claim.holder.as_deref() == Some(run_id.as_str());
-    if claim.won || ours {
-        if let Some(displaced) = claim.holder.as_deref().filter(|_| claim.displaced_open) {
-            close_displaced(conn, displaced, run_id);
-        }
-        return Ok(Answer::Decided(locked(claim, run_id)));
-    }
-    let held = claim.age.is_some_and(|age| age <= max_age.duration().as_secs_f64());
-    let holder = match (claim.holder, claim.age) {
-        (Some(holder), Some(age)) => Some(Holder { run_id: RunId::from_row(holder), age: duration(age) }),
-        _ => None,
-    };
-    let decided = held && holder.is_some();
-    let conflict = Acquisition::Conflict { holder };
-    Ok(if decided { Answer::Decided(conflict) } else { Answer::Undecided(conflict) })
 }
 
 fn locked(claim: Claim, run_id: &RunId) -> Acquisition {
@@ -235,15 +349,6 @@ fn locked(claim: Claim, run_id: &RunId) -> Acquisition {
     });
     let acquired_at = claim.at_micros.and_then(DateTime::from_timestamp_micros).unwrap_or_default();
     Acquisition::Locked { run_id: run_id.clone(), acquired_at, displaced }
-}
-
-/// Closes a displaced run whose record the claim could not see or did not want to wait for. The claim stands either way.
-fn close_displaced(conn: &mut PgConnection, displaced: &str, by: &RunId) {
-    match bounded(conn, |conn| store::close_displaced(conn, displaced, by)) {
-        Ok(true) => {}
-        Ok(false) => tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked"),
-        Err(error) => tracing::warn!(run_id = %by, displaced, %error, "the displaced run's record was left as it is"),
-    }
 }
 
 fn report(job: &Job, acquisition: &Acquisition) {
@@ -260,47 +365,6 @@ fn report(job: &Job, acquisition: &Acquisition) {
             let (age, holder) = (holder.as_ref().map(|holder| holder.age), holder.as_ref().map(|h| h.run_id.as_str()));
             tracing::info!(%key, sync_type, owner = owner_id(), holder, ?age, "skipped");
         }
-    }
-}
-
-/// Runs one statement: in a savepoint if the caller has a transaction open, repeated after a serialization failure if
-/// not, and with its failure explained.
-pub(crate) fn bounded<T>(
-    conn: &mut PgConnection,
-    mut statement: impl FnMut(&mut PgConnection) -> QueryResult<T>,
-) -> Result<T, LockError> {
-    let sent = Instant::now();
-    let outcome = if in_transaction(conn) {
-        conn.transaction(|conn| statement(conn))
-    } else {
-        let repeatable = DatabaseErrorKind::SerializationFailure;
-        let mut tries = 1;
-        loop {
-            match statement(conn) {
-                Err(DieselError::DatabaseError(kind, _)) if kind == repeatable && tries < SERIALIZATION_TRIES => {
-                    tries += 1;
-                }
-                outcome => break outcome,
-            }
-        }
-    };
-    outcome.map_err(|error| lock_timeout_or_else(conn, error, sent.elapsed()))
-}
-
-pub(crate) fn lock_timeout_or_else(conn: &mut PgConnection, error: DieselError, waited: Duration) -> LockError {
-    let (timed_out, in_english) = match &error {
-        DieselError::DatabaseError(DatabaseErrorKind::Unknown, information) => {
-            (is_lock_timeout(information.message(), waited), information.message().starts_with(CANCELLED))
-        }
-        _ => (false, false),
-    };
-    if timed_out && in_english {
-        return LockError::RowLocked(error);
-    }
-    match explain(conn, error) {
-        LockError::Database(error) if in_english && !timed_out => LockError::Cancelled(error),
-        LockError::Database(error) if timed_out => LockError::RowLocked(error),
-        explained => explained,
     }
 }
 

@@ -8,13 +8,11 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use crate::blocking::bounded;
 use crate::config::Settings;
 use crate::dedicated::Dedicated;
 use crate::error::LockError;
 use crate::key::LockKey;
 use crate::run::{Ending, RunId};
-use crate::store;
 
 /// The pause after the first failed attempt, and the longest one.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
@@ -141,7 +139,7 @@ impl Shared {
 
 fn settle(dedicated: &mut Dedicated, leftover: &Leftover) -> Result<(bool, bool), LockError> {
     let Leftover { key, run_id, ending, .. } = leftover.clone();
-    dedicated.call(ATTEMPT, move |conn| bounded(conn, |conn| store::finish_and_release(conn, &key, &run_id, &ending)))
+    dedicated.call(ATTEMPT, move |store, conn| store.end_and_release(conn, &key, &run_id, &ending))
 }
 
 /// Hands an end over when it is dropped, unless it was settled before. It is made before the statement that may make it

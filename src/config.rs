@@ -6,15 +6,20 @@ use std::time::Duration;
 
 use diesel::connection::CacheSize;
 use diesel::prelude::*;
+use diesel::result::Error as DieselError;
 
 use crate::database_url::{DatabaseUrl, InvalidDatabaseUrl};
 use crate::error::LockError;
+use crate::store::{Store, set_schema};
 
 /// The variable with the maximum age in milliseconds, shared with the TypeScript replicas.
 const MAX_AGE_VARIABLE: &str = "DISPATCH_SYNC_LOCK_MAX_AGE_MS";
 
 /// How long a whole call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The oldest server that is supported, as in `server_version_num`.
+pub(crate) const OLDEST_SERVER: i64 = 140_000;
 
 /// The longest time between two renewals.
 const LONGEST_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
@@ -114,6 +119,7 @@ pub enum InvalidMaxAge {
 #[derive(Clone)]
 pub struct Settings {
     pub(crate) url: DatabaseUrl,
+    pub(crate) store: Store,
     pub(crate) max_age: MaxAge,
     pub(crate) pool_size: u32,
     pub(crate) pool_timeout: Duration,
@@ -130,6 +136,7 @@ impl Settings {
     pub fn new(database_url: &str) -> Result<Self, InvalidDatabaseUrl> {
         let url = DatabaseUrl::parse(database_url)?;
         Ok(Self {
+            store: Store::new(url.schema.as_deref()),
             max_age: MaxAge::DEFAULT,
             pool_size: url.connection_limit.unwrap_or(5),
             // Zero is no limit to Prisma; here the call's own bound ends every wait.
@@ -138,7 +145,7 @@ impl Settings {
                 Some(wait) => wait,
                 None => Duration::from_secs(10),
             },
-            call_timeout: CALL_TIMEOUT,
+            call_timeout: url.socket_timeout.filter(|bound| !bound.is_zero()).unwrap_or(CALL_TIMEOUT),
             heartbeat_interval: LONGEST_HEARTBEAT_INTERVAL,
             url,
         })
@@ -186,7 +193,8 @@ impl Settings {
         self
     }
 
-    /// Sets the bound of a whole call, the wait for a connection and repeated attempts included. Defaults to 15 s.
+    /// Sets the bound of a whole call, the wait for a connection and repeated attempts included. Defaults to the URL's
+    /// `socket_timeout`, or 15 s.
     #[must_use]
     pub fn with_call_timeout(mut self, bound: Duration) -> Self {
         self.call_timeout = bound;
@@ -207,6 +215,25 @@ impl Settings {
     #[must_use]
     pub fn max_age(&self) -> MaxAge {
         self.max_age
+    }
+
+    /// Runs a READ COMMITTED transaction in which the functions of [`blocking`](crate::blocking) find the tables in the
+    /// URL's `schema`. Without a `schema` the search path of the role counts, and the transaction is an ordinary one.
+    ///
+    /// # Errors
+    ///
+    /// The body's own, and those of BEGIN and COMMIT.
+    pub fn transaction<T, E: From<DieselError>>(
+        &self,
+        conn: &mut PgConnection,
+        body: impl FnOnce(&mut PgConnection) -> Result<T, E>,
+    ) -> Result<T, E> {
+        conn.build_transaction().read_committed().run(|conn| {
+            if let Some(schema) = &self.url.schema {
+                set_schema(conn, schema)?;
+            }
+            body(conn)
+        })
     }
 
     /// Opens a connection of the caller's own, for the functions in [`blocking`](crate::blocking).
@@ -233,7 +260,7 @@ impl fmt::Debug for Settings {
             .field("pool_timeout", &self.pool_timeout)
             .field("call_timeout", &self.call_timeout)
             .field("heartbeat_interval", &self.heartbeat_interval)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 

@@ -11,6 +11,7 @@ use diesel::prelude::*;
 
 use crate::config::Settings;
 use crate::error::LockError;
+use crate::store::Store;
 
 type Task = Box<dyn FnOnce(&mut Option<PgConnection>) + Send>;
 
@@ -29,12 +30,12 @@ impl Dedicated {
     pub(crate) fn call<T: Send + 'static>(
         &mut self,
         bound: Duration,
-        call: impl FnOnce(&mut PgConnection) -> Result<T, LockError> + Send + 'static,
+        call: impl FnOnce(&Store, &mut PgConnection) -> Result<T, LockError> + Send + 'static,
     ) -> Result<T, LockError> {
         let (answer, answered) = sync_channel(1);
         let settings = self.settings.clone();
         let task: Task = Box::new(move |slot| {
-            let outcome = connected(slot, &settings).and_then(call);
+            let outcome = connected(slot, &settings).and_then(|conn| call(&settings.store, conn));
             if matches!(outcome, Err(LockError::ConnectionLost(_))) {
                 *slot = None;
             }

@@ -8,7 +8,7 @@ use diesel::prelude::*;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 
 use crate::config::InvalidMaxAge;
-use crate::store;
+use crate::store::Store;
 
 /// A statement, or the way to the database, failed. An ordinary conflict is never one of these.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,9 @@ pub enum LockError {
     /// The row is locked by another transaction that did not end in time.
     #[error("the row is locked by another transaction: try again")]
     RowLocked(#[source] DieselError),
+    /// A server that is too old, by its `server_version_num`.
+    #[error("the server's version {0} is not supported: PostgreSQL 14 or later is")]
+    UnsupportedServer(i64),
     /// The table is not there, or not in the search path of this role.
     #[error(
         "the table \"{0}\" does not exist: run Prisma's migrations first, or `sync-lock migrate --bootstrap` for a database that Prisma does not manage"
@@ -92,7 +95,7 @@ impl LockError {
         }
     }
 
-    /// From what [`store::obstacles`] found.
+    /// From what [`Store::obstacles`] found.
     pub(crate) fn of_obstacle((privilege, object): (Option<String>, String)) -> Self {
         match privilege {
             Some(privilege) => Self::MissingPrivilege { privilege, object },
@@ -117,6 +120,7 @@ impl LockError {
             | Self::MissingPrivilege { .. }
             | Self::Database(_)
             | Self::MaxAge(_)
+            | Self::UnsupportedServer(_)
             | Self::ShutDown
             | Self::CutOff => false,
         }
@@ -187,26 +191,26 @@ impl From<ConnectionError> for ConnectError {
 
 /// Says what a failed statement means, asking the catalog where the error alone does not tell. Messages are not
 /// interpreted: the server writes them in its own language.
-pub(crate) fn explain(conn: &mut PgConnection, error: DieselError) -> LockError {
+pub(crate) fn explain(store: &Store, conn: &mut PgConnection, error: DieselError) -> LockError {
     match error {
         // In a transaction that the failure has aborted, the catalog does not answer and the error stays as it is.
         DieselError::DatabaseError(DatabaseErrorKind::Unknown, _) => {
-            find_obstacle(conn).unwrap_or(LockError::Database(error))
+            find_obstacle(store, conn).unwrap_or(LockError::Database(error))
         }
         _ => LockError::of_statement(error),
     }
 }
 
 /// The first thing that keeps every claim from working: a table that is missing or another one, or a privilege.
-pub(crate) fn find_obstacle(conn: &mut PgConnection) -> Option<LockError> {
-    let first = store::obstacles(conn).ok()?.into_iter().next();
-    first.map(LockError::of_obstacle).or_else(|| find_wrong_column(conn))
+pub(crate) fn find_obstacle(store: &Store, conn: &mut PgConnection) -> Option<LockError> {
+    let first = store.obstacles(conn).ok()?.into_iter().next();
+    first.map(LockError::of_obstacle).or_else(|| find_wrong_column(store, conn))
 }
 
 /// The first column of `sync_lock` that is not as Prisma made it.
-pub(crate) fn find_wrong_column(conn: &mut PgConnection) -> Option<LockError> {
+pub(crate) fn find_wrong_column(store: &Store, conn: &mut PgConnection) -> Option<LockError> {
     const TABLE: &str = "sync_lock";
-    let columns = store::columns(conn, TABLE).ok()?;
+    let columns = store.columns(conn, TABLE).ok()?;
     let wrong = |column, expected, fits: fn(&str) -> bool| {
         let found = columns.iter().any(|(name, kind)| name == column && fits(kind));
         (!found).then_some(LockError::WrongTable { table: TABLE, column, expected })

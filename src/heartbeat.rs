@@ -11,14 +11,13 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::blocking::bounded;
 use crate::boottime;
 use crate::config::{MaxAge, Settings};
 use crate::dedicated::Dedicated;
 use crate::error::LockError;
 use crate::key::{Job, LockKey};
 use crate::run::{RunId, owner_id};
-use crate::store::{self, Renewal};
+use crate::store::Renewal;
 
 /// When the newest groomer peer takes a groomer row over.
 const GROOMER_AGE: Duration = Duration::from_secs(90);
@@ -322,10 +321,10 @@ impl Shared {
 
 fn renew(dedicated: &mut Dedicated, chunk: &[Arc<Trust>], bound: Duration) -> Result<Vec<Renewal>, LockError> {
     let leases: Vec<_> = chunk.iter().map(Arc::clone).collect();
-    dedicated.call(bound, move |conn| {
+    dedicated.call(bound, move |store, conn| {
         let keys: Vec<_> = leases.iter().map(|trust| trust.key.as_str()).collect();
         let run_ids: Vec<_> = leases.iter().map(|trust| trust.run_id.as_str()).collect();
-        bounded(conn, |conn| store::renew(conn, &keys, &run_ids))
+        store.bounded(conn, |conn| store.renew(conn, &keys, &run_ids))
     })
 }
 

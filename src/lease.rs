@@ -8,14 +8,14 @@ use chrono::{DateTime, Utc};
 use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
-use crate::blocking::{Displaced, Holder, lock_timeout_or_else};
+use crate::blocking::{Displaced, Holder};
 use crate::config::MaxAge;
 use crate::error::LockError;
 use crate::heartbeat::{Loss, Trust};
 use crate::key::{Job, LockKey};
 use crate::lock::SyncLock;
 use crate::run::{Ending, RunId, RunReport, owner_id};
-use crate::store;
+use crate::store::Store;
 
 /// The answer to [`SyncLock::lease`].
 #[must_use = "a lease that is dropped is released"]
@@ -149,7 +149,8 @@ impl Lease {
         T: Send + 'static,
         E: Send + 'static,
     {
-        let fence = |conn: &mut PgConnection, trust: &Trust| store::fence(conn, &trust.key, &trust.run_id);
+        let fence =
+            |store: &Store, conn: &mut PgConnection, trust: &Trust| store.fence(conn, &trust.key, &trust.run_id);
         self.fenced(body, fence, |_| false).await
     }
 
@@ -173,10 +174,10 @@ impl Lease {
         E: Send + 'static,
     {
         let ending = Ending::Completed(report);
-        let end = move |conn: &mut PgConnection, trust: &Trust| {
+        let end = move |store: &Store, conn: &mut PgConnection, trust: &Trust| {
             trust.leave(true);
-            Ok(store::fence(conn, &trust.key, &trust.run_id)?
-                && store::finish_and_release(conn, &trust.key, &trust.run_id, &ending)?.1)
+            Ok(store.fence(conn, &trust.key, &trust.run_id)?
+                && store.finish_and_release(conn, &trust.key, &trust.run_id, &ending)?.1)
         };
         let trust = Arc::clone(&self.trust);
         let outcome = self
@@ -269,7 +270,7 @@ impl Lease {
     async fn fenced<T, E>(
         &self,
         body: impl FnOnce(&mut PgConnection) -> Result<T, E> + Send + 'static,
-        fence: impl Fn(&mut PgConnection, &Trust) -> QueryResult<bool> + Send + 'static,
+        fence: impl Fn(&Store, &mut PgConnection, &Trust) -> QueryResult<bool> + Send + 'static,
         afterwards: impl FnOnce(bool) -> bool + Send + 'static,
     ) -> Result<T, FencedError<E>>
     where
@@ -284,7 +285,11 @@ impl Lease {
             .with_connection(move |pool, deadline| {
                 let mut body = Some(body);
                 let outcome = pool.run(deadline, |conn| {
-                    match conn.build_transaction().read_committed().run(|conn| steps(conn, &trust, &mut body, &fence)) {
+                    match conn
+                        .build_transaction()
+                        .read_committed()
+                        .run(|conn| steps(pool.store(), conn, &trust, &mut body, &fence))
+                    {
                         // Nothing has happened yet: another connection may do better.
                         Err(FencedError::Lock(error @ LockError::ConnectionLost(_))) if body.is_some() => Err(error),
                         outcome => Ok(outcome),
@@ -300,22 +305,23 @@ impl Lease {
 
 /// A check, the body, and the check that locks.
 fn steps<T, E, Body: FnOnce(&mut PgConnection) -> Result<T, E>>(
+    store: &Store,
     conn: &mut PgConnection,
     trust: &Trust,
     body: &mut Option<Body>,
-    fence: &impl Fn(&mut PgConnection, &Trust) -> QueryResult<bool>,
+    fence: &impl Fn(&Store, &mut PgConnection, &Trust) -> QueryResult<bool>,
 ) -> Result<T, FencedError<E>> {
     let lost = || FencedError::Lost(trust.loss().unwrap_or(Loss::Removed));
-    if !store::holds(conn, &trust.key, &trust.run_id)? {
+    if !store.holds(conn, &trust.key, &trust.run_id)? {
         return Err(lost());
     }
     let Some(body) = body.take() else { return Err(FencedError::Lock(LockError::CutOff)) };
     let value = body(conn).map_err(FencedError::Body)?;
     let sent = Instant::now();
-    match fence(conn, trust) {
+    match fence(store, conn, trust) {
         Ok(true) => Ok(value),
         Ok(false) => Err(lost()),
-        Err(error) => Err(FencedError::Lock(lock_timeout_or_else(conn, error, sent.elapsed()))),
+        Err(error) => Err(FencedError::Lock(store.explain(conn, error, sent.elapsed()))),
     }
 }
 

@@ -43,6 +43,7 @@ mod cleanup;
 mod config;
 mod database_url;
 mod dedicated;
+pub mod doctor;
 mod error;
 mod heartbeat;
 mod key;

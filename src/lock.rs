@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use crate::blocking::{self, Acquisition, LockRow};
+use crate::blocking::{Acquisition, LockRow};
 use crate::boottime;
 use crate::cleanup::{Cleanup, Leftover, OnDrop};
 use crate::config::{InvalidMaxAge, MaxAge, Settings};
@@ -59,7 +59,7 @@ impl SyncLock {
     ///
     /// # Errors
     ///
-    /// [`InvalidMaxAge::TooShortForLease`] for a maximum age below 500 ms. The functions in [`blocking`] take any.
+    /// [`InvalidMaxAge::TooShortForLease`] for a maximum age below 500 ms. The functions in [`blocking`](crate::blocking) take any.
     pub fn new(settings: &Settings) -> Result<Self, InvalidMaxAge> {
         settings.max_age.for_lease()?;
         Ok(Self {
@@ -160,7 +160,7 @@ impl SyncLock {
     /// Once polled, the release goes on when the future is dropped.
     pub async fn release_lock(&self, run_id: &RunId) -> Result<bool, LockError> {
         let run_id = run_id.clone();
-        self.call(move |pool, deadline| pool.run(deadline, |conn| blocking::release_lock(conn, &run_id))).await
+        self.call(move |pool, deadline| pool.run(deadline, |conn| pool.store().release_lock(conn, &run_id))).await
     }
 
     /// Marks a run as completed and says whether its record was still `running`. A finished record is never changed.
@@ -169,8 +169,8 @@ impl SyncLock {
     ///
     /// Once polled, the record is written even when the future is dropped.
     pub async fn complete_run(&self, run_id: &RunId, report: &RunReport) -> Result<bool, LockError> {
-        let (run_id, report) = (run_id.clone(), report.clone());
-        self.call(move |pool, deadline| pool.run(deadline, |conn| blocking::complete_run(conn, &run_id, &report))).await
+        let (run_id, ending) = (run_id.clone(), Ending::Completed(report.clone()));
+        self.call(move |pool, deadline| pool.run(deadline, |conn| pool.store().end_run(conn, &run_id, &ending))).await
     }
 
     /// Marks a run as failed and says whether its record was still `running`. A finished record is never changed.
@@ -179,14 +179,14 @@ impl SyncLock {
     ///
     /// Once polled, the record is written even when the future is dropped.
     pub async fn fail_run(&self, run_id: &RunId, error_message: &str) -> Result<bool, LockError> {
-        let (run_id, message) = (run_id.clone(), error_message.to_owned());
-        self.call(move |pool, deadline| pool.run(deadline, |conn| blocking::fail_run(conn, &run_id, &message))).await
+        let (run_id, ending) = (run_id.clone(), Ending::Failed(error_message.to_owned()));
+        self.call(move |pool, deadline| pool.run(deadline, |conn| pool.store().end_run(conn, &run_id, &ending))).await
     }
 
     /// Lists the rows of the lock table by key. It locks nothing and changes nothing.
     pub async fn inspect(&self) -> Result<Vec<LockRow>, LockError> {
         let max_age = self.inner.max_age;
-        self.call(move |pool, deadline| pool.run(deadline, |conn| blocking::inspect(conn, max_age))).await
+        self.call(move |pool, deadline| pool.run(deadline, |conn| pool.store().inspect(conn, max_age))).await
     }
 
     /// Gives up every lease of this handle and waits until their rows are free and their records closed, for
@@ -256,9 +256,8 @@ impl SyncLock {
         let (key, owner) = (key.clone(), run_id.clone());
         let outcome = self
             .call(move |pool, deadline| {
-                let (_, freed) = pool.run(deadline, |conn| {
-                    blocking::bounded(conn, |conn| crate::store::finish_and_release(conn, &key, &owner, &ending))
-                })?;
+                let (_, freed) =
+                    pool.run(deadline, |conn| pool.store().end_and_release(conn, &key, &owner, &ending))?;
                 owed.settled();
                 Ok(freed)
             })
@@ -298,7 +297,7 @@ impl SyncLock {
                     let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
                     (boottime::now(), OnDrop::new(cleanup.clone(), undo))
                 });
-                let outcome = blocking::claim(conn, &job, &run_id, max_age);
+                let outcome = pool.store().acquire(conn, &job, &run_id, max_age);
                 uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
                 outcome
             });

@@ -12,10 +12,10 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 use diesel_migrations::{EmbeddedMigrations, MigrationHarness, embed_migrations};
 
-use crate::blocking::{LockRow, LockState, bounded};
-use crate::config::MaxAge;
+use crate::blocking::{LockRow, LockState};
+use crate::config::{MaxAge, OLDEST_SERVER, Settings};
 use crate::error::{LockError, explain, find_wrong_column};
-use crate::store;
+use crate::store::{self, Store};
 
 const MIGRATIONS: EmbeddedMigrations = embed_migrations!("migrations");
 
@@ -29,9 +29,10 @@ const ROW_WAIT_MS: &str = "10000";
 const POLL: Duration = Duration::from_millis(500);
 
 /// What a migration is to do.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Migration {
     max_age: MaxAge,
+    schema: Option<String>,
     wait: Duration,
     bootstrap: bool,
     dry_run: bool,
@@ -42,6 +43,12 @@ impl Migration {
     #[must_use]
     pub fn new(max_age: MaxAge) -> Self {
         Self { max_age, ..Self::default() }
+    }
+
+    /// With the maximum age and the schema of these settings. diesel's bookkeeping goes into the same schema.
+    #[must_use]
+    pub fn from_settings(settings: &Settings) -> Self {
+        Self { max_age: settings.max_age, schema: settings.url.schema.clone(), ..Self::default() }
     }
 
     /// Sets how long to wait for a live `global` row to go. Defaults to not waiting.
@@ -157,25 +164,32 @@ fn migrate_once(conn: &mut PgConnection, migration: &Migration) -> Result<Migrat
     match outcome {
         Err(MigrateError::Lock(LockError::Database(DieselError::RollbackTransaction))) | Ok(()) => Ok(report),
         Err(MigrateError::Lock(error @ LockError::RowLocked(_))) => Err(MigrateError::Locked(error)),
-        Err(MigrateError::Lock(LockError::Database(error))) => Err(explain(conn, error).into()),
+        Err(MigrateError::Lock(LockError::Database(error))) => Err(explain(&Store::default(), conn, error).into()),
         Err(error) => Err(error),
     }
 }
 
 fn steps(conn: &mut PgConnection, migration: &Migration) -> Result<MigrationReport, MigrateError> {
     let mut report = MigrationReport::default();
-    bounded(conn, |conn| {
+    Store::default().bounded(conn, |conn| {
         store::set_local(conn, "lock_timeout", PATIENCE_MS)?;
         store::lock_migrations(conn)?;
         store::set_local(conn, "lock_timeout", ROW_WAIT_MS)
     })?;
+    if let Some(schema) = &migration.schema {
+        store::set_schema(conn, schema)?;
+    }
+    let version = store::server(conn)?.version;
+    if version < OLDEST_SERVER {
+        return Err(LockError::UnsupportedServer(version).into());
+    }
     if migration.bootstrap {
         report.bootstrapped = bootstrap(conn)?;
     }
     check(conn)?;
     let age = format!("{:.6}", migration.max_age.duration().as_secs_f64());
-    bounded(conn, |conn| store::set_local(conn, "sync_lock.max_age_seconds", &age))?;
-    if let Some(row) = bounded(conn, store::lock_legacy_row)? {
+    Store::default().bounded(conn, |conn| store::set_local(conn, "sync_lock.max_age_seconds", &age))?;
+    if let Some(row) = Store::default().bounded(conn, store::lock_legacy_row)? {
         let row = LockRow::new(row, migration.max_age);
         match row.state {
             LockState::Expired | LockState::Orphaned => report.removed = Some(row),
@@ -184,11 +198,11 @@ fn steps(conn: &mut PgConnection, migration: &Migration) -> Result<MigrationRepo
     }
     // diesel flattens its errors to text, so the wait for its table is made here.
     if store::table_exists(conn, "__diesel_schema_migrations")? {
-        bounded(conn, store::lock_bookkeeping)?;
+        Store::default().bounded(conn, store::lock_bookkeeping)?;
     }
     let applied = conn.run_pending_migrations(MIGRATIONS).map_err(|error| MigrateError::Apply(error.to_string()))?;
     report.applied = applied.iter().map(ToString::to_string).collect();
-    bounded(conn, |conn| conn.batch_execute(store::CLEANUP))?;
+    Store::default().bounded(conn, |conn| conn.batch_execute(store::CLEANUP))?;
     Ok(report)
 }
 
@@ -203,7 +217,7 @@ fn bootstrap(conn: &mut PgConnection) -> Result<bool, MigrateError> {
         (false, true) => return Err(MigrateError::OneTable { there: "IssueSyncRun", missing: "sync_lock" }),
         (false, false) => {}
     }
-    bounded(conn, |conn| conn.batch_execute(store::BOOTSTRAP))?;
+    Store::default().bounded(conn, |conn| conn.batch_execute(store::BOOTSTRAP))?;
     Ok(true)
 }
 
@@ -211,10 +225,10 @@ fn bootstrap(conn: &mut PgConnection) -> Result<bool, MigrateError> {
 fn check(conn: &mut PgConnection) -> Result<(), MigrateError> {
     // What a claim needs on the rows is not the migration's affair; a table that cannot be found is.
     let unseen = |(privilege, _): &(Option<String>, String)| privilege.as_deref().is_none_or(|name| name == "USAGE");
-    if let Some(obstacle) = store::obstacles(conn)?.into_iter().find(unseen) {
+    if let Some(obstacle) = Store::default().obstacles(conn)?.into_iter().find(unseen) {
         return Err(LockError::of_obstacle(obstacle).into());
     }
-    if let Some(wrong) = find_wrong_column(conn) {
+    if let Some(wrong) = find_wrong_column(&Store::default(), conn) {
         return Err(wrong.into());
     }
     if let Some((privilege, object)) = store::migration_obstacles(conn)?.into_iter().next() {

@@ -1,6 +1,7 @@
 //! Connections for the async handle: a bounded wait for one, and another try where one turns out dead.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use diesel::r2d2::{ConnectionManager, CustomizeConnection, Error as ManagerError
 
 use crate::config::Settings;
 use crate::error::{ConnectError, LockError};
+use crate::store::{self, Store};
 
 /// How long one look for a free connection takes, before the reason why there is none is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -26,6 +28,7 @@ pub(crate) struct Pool {
     size: u32,
     timeout: Duration,
     last_failure: LastFailure,
+    store: Store,
 }
 
 impl Pool {
@@ -37,9 +40,23 @@ impl Pool {
             .test_on_check_out(false)
             .connection_timeout(settings.pool_timeout.max(Duration::from_secs(1)))
             .error_handler(Box::new(last_failure.clone()))
-            .connection_customizer(Box::new(Preparation { unprepared: settings.url.unprepared }))
+            .connection_customizer(Box::new(Preparation {
+                unprepared: settings.url.unprepared,
+                looked: AtomicBool::new(false),
+            }))
             .build_unchecked(Manager::new(settings.url.conninfo.clone()));
-        Self { connections, size: settings.pool_size, timeout: settings.pool_timeout, last_failure }
+        Self {
+            connections,
+            size: settings.pool_size,
+            timeout: settings.pool_timeout,
+            last_failure,
+            store: settings.store.clone(),
+        }
+    }
+
+    /// The statements for the settings' schema.
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
     }
 
     /// Runs a call on a connection. A connection that turns out dead is thrown away and the call made again on another,
@@ -110,12 +127,20 @@ fn give_up(conn: &mut PgConnection) {
 #[derive(Debug)]
 struct Preparation {
     unprepared: bool,
+    /// The first connection looks at the time zone.
+    looked: AtomicBool,
 }
 
 impl CustomizeConnection<PgConnection, ManagerError> for Preparation {
     fn on_acquire(&self, conn: &mut PgConnection) -> Result<(), ManagerError> {
         if self.unprepared {
             conn.set_prepared_statement_cache_size(CacheSize::Disabled);
+        }
+        if !self.looked.swap(true, Ordering::Relaxed) {
+            // A look that fails is made by whoever needs the connection, and told there.
+            if let Ok(server) = store::server(conn) {
+                server.warn_of_time_zone();
+            }
         }
         Ok(())
     }

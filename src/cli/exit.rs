@@ -138,7 +138,8 @@ fn lock_code(error: &LockError) -> u8 {
         LockError::Unreachable(ConnectError::Refused(_))
         | LockError::MissingTable(_)
         | LockError::WrongTable { .. }
-        | LockError::MaxAge(_) => CONFIGURATION,
+        | LockError::MaxAge(_)
+        | LockError::UnsupportedServer(_) => CONFIGURATION,
         LockError::Unreachable(_)
         | LockError::PoolExhausted(_)
         | LockError::TimedOut(_)

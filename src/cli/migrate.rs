@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let settings = Settings::from_env()?;
-    let migration = Migration::new(settings.max_age())
+    let migration = Migration::from_settings(&settings)
         .wait(arguments.wait)
         .bootstrap(arguments.bootstrap)
         .dry_run(arguments.dry_run);

@@ -1,9 +1,12 @@
 //! The command line: one file a subcommand, and the exit codes that scripts depend on.
 
+mod completions;
 mod demo;
+mod doctor;
 mod exit;
 mod migrate;
 mod output;
+mod release;
 mod run;
 mod status;
 
@@ -24,11 +27,13 @@ Exit codes:
    0  done; for run: the command succeeded under the lock
   64  wrong usage or an invalid argument
   69  the database cannot be reached in time, has no connection left, or only takes reads
-  75  not now, try again: the key is held by another (run), \"global\" is alive or a row is locked (migrate)
+  75  not now, try again: the key is held by another (run), \"global\" is alive or a row is locked (migrate), the
+      holder changed (force-release)
   76  run: the lock was lost while the command ran
   77  the role lacks a privilege (named in the message)
   78  configuration or schema: bad DATABASE_URL, wrong password, no such database, tables missing or of another type
   70  anything else: a bug
+   1, 2  doctor: warnings; findings that break exclusion or the migration
  126, 127  run: the command cannot be executed, cannot be found
  its own, 128 + n  run: the command's exit code, or the signal that ended it; a line on stderr says so";
 
@@ -45,7 +50,11 @@ enum Command {
     Migrate(migrate::Arguments),
     Status(status::Arguments),
     Run(run::Arguments),
+    Release(release::Arguments),
+    ForceRelease(release::ForceArguments),
+    Doctor(doctor::Arguments),
     Demo(demo::Arguments),
+    Completions(completions::Arguments),
 }
 
 pub(crate) fn main() -> ExitCode {
@@ -59,6 +68,10 @@ pub(crate) fn main() -> ExitCode {
         Command::Migrate(arguments) => migrate::run(&arguments).map(done),
         Command::Status(arguments) => status::run(&arguments).map(done),
         Command::Run(arguments) => run::run(&arguments),
+        Command::Release(arguments) => release::run(&arguments).map(done),
+        Command::ForceRelease(arguments) => release::force(&arguments).map(done),
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Completions(arguments) => completions::run::<Arguments>(&arguments).map(done),
         Command::Demo(arguments) => demo::run(&arguments).map(done),
     };
     outcome.unwrap_or_else(|failure| failure.report())

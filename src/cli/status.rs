@@ -1,7 +1,7 @@
 //! `sync-lock status`: who holds what.
 
 use chrono::SecondsFormat;
-use diesel::connection::{Connection, SimpleConnection};
+use diesel::connection::SimpleConnection;
 use serde::Serialize;
 use sync_lock::{LockError, LockRow, MaxAge, Settings, blocking};
 
@@ -23,7 +23,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let settings = Settings::from_env()?;
     let max_age = settings.max_age();
     // Nobody waits for ever to be told who holds what.
-    let rows = settings.connect()?.transaction(|conn| {
+    let rows = settings.transaction(&mut settings.connect()?, |conn| {
         conn.batch_execute("SET LOCAL statement_timeout = '10s'").map_err(LockError::from)?;
         blocking::inspect(conn, max_age)
     })?;

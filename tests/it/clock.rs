@@ -3,6 +3,7 @@
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use sync_lock::blocking::{acquire_lock, complete_run, inspect, release_lock};
+use sync_lock::migrate::{Migration, migrate};
 use sync_lock::{Acquisition, LockState, MaxAge, RunReport, SyncType};
 
 use crate::support::{TestDatabase, is_win, seconds, won};
@@ -63,10 +64,11 @@ fn every_statement_is_right_on_columns_without_a_time_zone_too() {
     let database = TestDatabase::new();
     database.execute(
         r#"ALTER TABLE "sync_lock" ALTER "acquiredAt" TYPE TIMESTAMP(3);
-           ALTER TABLE "IssueSyncRun" ALTER "startedAt" TYPE TIMESTAMP(3), ALTER "completedAt" TYPE TIMESTAMP(3);
-           DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET TimeZone = ''America/New_York''', current_database()); END $$"#,
+           ALTER TABLE "IssueSyncRun" ALTER "startedAt" TYPE TIMESTAMP(3), ALTER "completedAt" TYPE TIMESTAMP(3)"#,
     );
     let mut conn = database.connect();
+    // diesel sets its sessions to UTC, but this need not be one that diesel left alone.
+    conn.batch_execute("SET TimeZone = 'America/New_York'").unwrap();
     let run = won(acquire_lock(&mut conn, SyncType::Scheduled, MaxAge::DEFAULT).unwrap());
     let near_now = |column: &str, table: &str| {
         database.holds(&format!(
@@ -83,6 +85,22 @@ fn every_statement_is_right_on_columns_without_a_time_zone_too() {
     let next = won(acquire_lock(&mut conn, SyncType::Manual, MaxAge::DEFAULT).unwrap());
     assert!(near_now(r#""acquiredAt""#, r#""sync_lock""#));
     assert!(release_lock(&mut conn, &next).unwrap());
+}
+
+#[test]
+fn the_migration_is_right_on_columns_without_a_time_zone_too() {
+    let database = TestDatabase::new();
+    database.execute(r#"ALTER TABLE "sync_lock" ALTER "acquiredAt" TYPE TIMESTAMP(3)"#);
+    let mut conn = database.connect();
+    conn.batch_execute("SET TimeZone = 'America/New_York'").unwrap();
+    for (minutes, goes) in [(29, false), (31, true)] {
+        database.execute(&format!(
+            r#"INSERT INTO "sync_lock" VALUES ('global', 'peer', (now() AT TIME ZONE 'UTC') - interval '{minutes} min')
+               ON CONFLICT ("id") DO UPDATE SET "acquiredAt" = excluded."acquiredAt""#
+        ));
+        let outcome = migrate(&mut conn, &Migration::new(MaxAge::DEFAULT));
+        assert_eq!(outcome.is_ok_and(|report| report.removed.is_some()), goes, "{minutes} minutes");
+    }
 }
 
 #[test]

@@ -19,6 +19,11 @@
 //! | `run_command` | any program under a lock: signals, process group, exit codes |
 //! | `contest_sync` | the example, as two real processes |
 //! | `simulation` | the starvation as it was measured, and the demonstration |
+//! | `schema` | the tables in a schema of their own |
+//! | `pooler` | through PgBouncer in transaction mode |
+//! | `tls` | with, without and against certificates |
+//! | `faults` | what production does to databases |
+//! | `admin` | release, force-release, doctor, completions |
 //! | `soak` | 64 contenders for half a minute, judged by a trigger |
 
 #![expect(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -26,21 +31,26 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod admin;
 mod bounds;
 mod clock;
 mod command_line;
 mod contention;
 mod contest_sync;
 mod documentation;
+mod faults;
 mod handle;
 mod lease;
 mod logs;
 mod migration;
+mod pooler;
 mod records;
 mod release;
 mod run_command;
 mod runner;
+mod schema;
 mod simulation;
 mod soak;
 mod starvation;
+mod tls;
 mod transaction;

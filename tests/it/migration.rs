@@ -102,12 +102,12 @@ fn the_configured_maximum_age_decides_what_is_orphaned() {
 fn waiting_ends_as_soon_as_the_live_row_is_gone_and_is_bounded() {
     let database = before_the_first_migration();
     database.plant("global", Some("old replica"), 10.0);
-    let migration = Migration::new(MaxAge::DEFAULT);
+    let migration = |wait| Migration::new(MaxAge::DEFAULT).wait(wait);
     let started = Instant::now();
-    assert!(matches!(run(&database, &migration.wait(Duration::from_millis(700))), Err(MigrateError::Live(_))));
+    assert!(matches!(run(&database, &migration(Duration::from_millis(700))), Err(MigrateError::Live(_))));
     assert!(started.elapsed() >= Duration::from_millis(700));
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| run(&database, &migration.wait(Duration::from_hours(1))));
+        let waiting = scope.spawn(|| run(&database, &migration(Duration::from_hours(1))));
         database.execute(r#"DELETE FROM "sync_lock" WHERE "id" = 'global'"#);
         assert_eq!(waiting.join().unwrap().unwrap().applied.len(), 1);
     });

@@ -1,5 +1,6 @@
 //! The harness: a database per test on one throw-away server, contenders behind a barrier, bounded polling.
 
+pub mod pgbouncer;
 pub mod wire;
 
 use std::process::{Command, Output, Stdio};
