@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
 
+use diesel::connection::SimpleConnection;
 use sync_lock::blocking::{acquire_lock, complete_run, fail_run, release_lock};
 use sync_lock::{MaxAge, RunReport, SyncType};
 use tracing::Level;
@@ -21,11 +22,11 @@ impl Write for Log {
     }
 }
 
-/// The lines that an action on this thread logs for people, one an event.
+/// The lines that an action on this thread logs, one an event.
 fn logged<T>(action: impl FnOnce() -> T) -> (T, Vec<String>) {
     let log = Log::default();
     let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_max_level(Level::INFO).without_time().with_target(false);
+    let subscriber = tracing_subscriber::fmt().with_max_level(Level::DEBUG).without_time().with_target(false);
     let outcome = tracing::subscriber::with_default(subscriber.with_writer(move || writer.clone()).finish(), action);
     let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     (outcome, text.lines().map(|line| line.trim().to_owned()).collect())
@@ -73,4 +74,23 @@ fn the_end_of_a_run_and_a_release_are_logged_with_what_they_changed() {
             format!("INFO released run_id={run} freed=true"),
         ]
     );
+}
+
+#[test]
+fn a_displaced_record_that_is_left_open_is_mentioned_for_whoever_looks_closely() {
+    let database = TestDatabase::new();
+    let mut conn = database.connect();
+    let crashed = won(acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+    database.back_date(3600.0);
+    let mut other = database.connect();
+    other.batch_execute(r#"BEGIN; SELECT 1 FROM "IssueSyncRun" FOR UPDATE"#).unwrap();
+    let (answer, lines) = logged(|| acquire_lock(&mut conn, SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+    let next = won(answer);
+    assert_eq!(
+        lines[0],
+        format!(
+            r#"DEBUG the displaced run's record is finished, gone or locked: left as it is run_id={next} displaced="{crashed}""#
+        )
+    );
+    assert_eq!(lines.len(), 2, "{lines:?}");
 }
