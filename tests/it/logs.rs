@@ -1,7 +1,8 @@
 //! Logs tell who had the key.
 
+use std::cell::RefCell;
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex};
+use std::sync::Once;
 
 use diesel::connection::SimpleConnection;
 use sync_lock::blocking::{acquire_lock, complete_run, fail_run, release_lock};
@@ -10,12 +11,17 @@ use tracing::Level;
 
 use crate::support::{TestDatabase, is_win, won};
 
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+thread_local! {
+    static LISTENER: RefCell<Option<Vec<u8>>> = const { RefCell::new(None) };
+}
 
-impl Write for Log {
+/// Writes to whoever listens on this thread.
+struct ToListener;
+
+impl Write for ToListener {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
+        LISTENER.with_borrow_mut(|listener| listener.iter_mut().for_each(|log| log.extend_from_slice(bytes)));
+        Ok(bytes.len())
     }
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
@@ -24,11 +30,16 @@ impl Write for Log {
 
 /// The lines that an action on this thread logs, one an event.
 fn logged<T>(action: impl FnOnce() -> T) -> (T, Vec<String>) {
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_max_level(Level::DEBUG).without_time().with_target(false);
-    let outcome = tracing::subscriber::with_default(subscriber.with_writer(move || writer.clone()).finish(), action);
-    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    // For all threads: an event that some other test meets first, on a thread without a subscriber, is off for ever.
+    static SUBSCRIBER: Once = Once::new();
+    SUBSCRIBER.call_once(|| {
+        let subscriber = tracing_subscriber::fmt().with_max_level(Level::DEBUG).without_time().with_target(false);
+        tracing::subscriber::set_global_default(subscriber.with_writer(|| ToListener).finish()).unwrap();
+    });
+    tracing::callsite::rebuild_interest_cache();
+    LISTENER.set(Some(Vec::new()));
+    let outcome = action();
+    let text = String::from_utf8(LISTENER.take().unwrap()).unwrap();
     (outcome, text.lines().map(|line| line.trim().to_owned()).collect())
 }
 
