@@ -18,7 +18,7 @@ use crate::config::MaxAge;
 use crate::error::{LockError, explain, in_transaction};
 use crate::key::{Job, LEGACY_KEY, LockKey};
 use crate::run::{Ending, RunId, RunReport, owner_id};
-use crate::store::{self, Claim, Store};
+use crate::store::{self, Claim, Ended, Store};
 
 /// How often a statement outside a transaction is sent again after a serialization failure. Each failure means that
 /// some other contender got through.
@@ -113,7 +113,8 @@ pub fn fail_run(conn: &mut PgConnection, run_id: &RunId, error_message: &str) ->
 pub fn force_release(conn: &mut PgConnection, key: &str, holder: &RunId) -> Result<bool, LockError> {
     let store = Store::default();
     // Looked at first, because a record must not be closed over a key that somebody else holds.
-    if !store.bounded(conn, |conn| store.holds(conn, &LockKey::from_row(key.to_owned()), holder))? {
+    let held = store.bounded(conn, |conn| store.holder(conn, &LockKey::from_row(key.to_owned())))?;
+    if held.flatten().as_deref() != Some(holder.as_str()) {
         return Ok(false);
     }
     let freed = store.bounded(conn, |conn| store.force_release(conn, key, holder))?;
@@ -248,7 +249,7 @@ impl Store {
         match self.bounded(conn, |conn| self.close_displaced(conn, displaced, by)) {
             Ok(true) => {}
             Ok(false) => {
-                tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked");
+                tracing::debug!(run_id = %by, displaced, "the displaced run's record is finished, gone or locked: left as it is");
             }
             Err(error) => {
                 tracing::warn!(run_id = %by, displaced, %error, "the displaced run's record was left as it is");
@@ -288,7 +289,7 @@ impl Store {
         key: &LockKey,
         run_id: &RunId,
         ending: &Ending,
-    ) -> Result<(bool, bool), LockError> {
+    ) -> Result<Ended, LockError> {
         self.bounded(conn, |conn| self.finish_and_release(conn, key, run_id, ending))
     }
 

@@ -13,6 +13,7 @@ use crate::dedicated::Dedicated;
 use crate::error::LockError;
 use crate::key::LockKey;
 use crate::run::{Ending, RunId};
+use crate::store::Ended;
 
 /// The pause after the first failed attempt, and the longest one.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
@@ -76,7 +77,13 @@ impl Cleanup {
         }
     }
 
-    /// Waits until nothing is owed any more.
+    /// Counts something that may turn into a leftover, until it is dropped.
+    pub(crate) fn expect(&self) -> Expected {
+        self.shared.owed.send_modify(|owed| *owed += 1);
+        Expected { cleanup: self.clone() }
+    }
+
+    /// Waits until nothing is owed any more, and nothing under way can come to be owed.
     ///
     /// # Cancel safety
     ///
@@ -105,12 +112,12 @@ impl Shared {
                 next
             };
             match settle(&mut dedicated, &leftover) {
-                Ok((false, false)) if leftover.looks > 0 => {
+                Ok(Ended { recorded: false, freed: false, .. }) if leftover.looks > 0 => {
                     leftover.looks -= 1;
                     pause = self.later(leftover, give_up, pause);
                     continue;
                 }
-                Ok((recorded, freed)) => {
+                Ok(Ended { recorded, freed, .. }) => {
                     let Leftover { key, run_id, .. } = &leftover;
                     tracing::info!(%key, %run_id, freed, recorded, "cleaned up after a run");
                     pause = PAUSES.0;
@@ -137,21 +144,33 @@ impl Shared {
     }
 }
 
-fn settle(dedicated: &mut Dedicated, leftover: &Leftover) -> Result<(bool, bool), LockError> {
+fn settle(dedicated: &mut Dedicated, leftover: &Leftover) -> Result<Ended, LockError> {
     let Leftover { key, run_id, ending, .. } = leftover.clone();
     dedicated.call(ATTEMPT, move |store, conn| store.end_and_release(conn, &key, &run_id, &ending))
+}
+
+/// A call that is under way. Whoever waits for [`Cleanup::settled`] waits for its end too.
+pub(crate) struct Expected {
+    cleanup: Cleanup,
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        self.cleanup.shared.owed.send_modify(|owed| *owed -= 1);
+    }
 }
 
 /// Hands an end over when it is dropped, unless it was settled before. It is made before the statement that may make it
 /// necessary, so that a future dropped at any point, a lost answer and a runtime that shuts down all lead here.
 pub(crate) struct OnDrop {
-    cleanup: Cleanup,
     leftover: Option<Leftover>,
+    /// Dropped after the leftover was handed over, so that nobody finds nothing owed in between.
+    expected: Expected,
 }
 
 impl OnDrop {
-    pub(crate) fn new(cleanup: Cleanup, leftover: Leftover) -> Self {
-        Self { cleanup, leftover: Some(leftover) }
+    pub(crate) fn new(expected: Expected, leftover: Leftover) -> Self {
+        Self { leftover: Some(leftover), expected }
     }
 
     /// Nothing is owed any more.
@@ -163,7 +182,7 @@ impl OnDrop {
 impl Drop for OnDrop {
     fn drop(&mut self) {
         if let Some(leftover) = self.leftover.take() {
-            self.cleanup.hand_over(leftover);
+            self.expected.cleanup.hand_over(leftover);
         }
     }
 }

@@ -36,7 +36,8 @@ impl Dedicated {
         let settings = self.settings.clone();
         let task: Task = Box::new(move |slot| {
             let outcome = connected(slot, &settings).and_then(|conn| call(&settings.store, conn));
-            if matches!(outcome, Err(LockError::ConnectionLost(_))) {
+            // After a failover a new connection may find the new primary.
+            if matches!(outcome, Err(LockError::ConnectionLost(_) | LockError::ReadOnly(_))) {
                 *slot = None;
             }
             // Nobody listens any more if the bound is over.

@@ -60,6 +60,7 @@ pub(crate) struct Trust {
     pub(crate) key: LockKey,
     pub(crate) sync_type: Option<String>,
     pub(crate) run_id: RunId,
+    pub(crate) max_age: MaxAge,
     /// How long a renewal is worth, from its sending.
     window: Duration,
     interval: Duration,
@@ -79,17 +80,18 @@ struct TrustState {
 impl Trust {
     /// Trust in a claim that was sent at that time, renewed as often as the maximum age asks for and the interval allows.
     pub(crate) fn new(job: &Job, run_id: RunId, max_age: MaxAge, sent: Duration, longest_interval: Duration) -> Self {
-        let max_age = max_age.duration();
-        let taken_over_after = if *job.key() == LockKey::GROOMER { max_age.min(GROOMER_AGE) } else { max_age };
+        let age = max_age.duration();
+        let taken_over_after = if *job.key() == LockKey::GROOMER { age.min(GROOMER_AGE) } else { age };
         let window = taken_over_after.saturating_sub((taken_over_after / 10).min(LONGEST_MARGIN));
         Self {
             key: job.key().clone(),
             sync_type: job.sync_type().map(str::to_owned),
             run_id,
+            max_age,
             window,
-            interval: (max_age / 3).min(longest_interval),
+            interval: (age / 3).min(longest_interval),
             loss: watch::Sender::new(None),
-            state: Mutex::new(TrustState { until: sent + window, ended: false, leaving: false }),
+            state: Mutex::new(TrustState { until: sent.saturating_add(window), ended: false, leaving: false }),
         }
     }
 
@@ -129,11 +131,11 @@ impl Trust {
         }
     }
 
-    /// A renewal sent at that time was acknowledged. What was lost before stays lost.
-    fn renewed(&self, sent: Duration) {
-        if self.loss().is_none() {
+    /// A renewal sent at that time was acknowledged. What was lost before stays lost, and what has ended is not renewed.
+    pub(crate) fn renewed(&self, sent: Duration) {
+        if self.loss().is_none() && !self.has_ended() {
             let mut state = self.state();
-            state.until = state.until.max(sent + self.window);
+            state.until = state.until.max(sent.saturating_add(self.window));
             drop(state);
             tracing::debug!(key = %self.key, sync_type = self.sync_type, run_id = %self.run_id, owner = owner_id(), "renewed");
         }
@@ -146,6 +148,11 @@ impl Trust {
 
     fn has_ended(&self) -> bool {
         self.state().ended
+    }
+
+    /// Whether the last acknowledged renewal is too long ago.
+    pub(crate) fn has_run_out(&self) -> bool {
+        self.left().is_zero()
     }
 
     /// Says whether the row is being freed by a transaction that may yet fail: that it goes is no loss meanwhile.
@@ -271,17 +278,17 @@ impl Shared {
                 return None;
             }
             let now = boottime::now();
-            // A run that has ended is renewed until its end is written, which may be never.
-            beats.watched.retain(
-                |_, Beat { trust, .. }| {
-                    if trust.has_ended() { !trust.left().is_zero() } else { trust.loss().is_none() }
-                },
-            );
+            // A run that has ended is renewed until its end is written, which may be never; one that was told to shut down,
+            // until it has ended.
+            beats.watched.retain(|_, Beat { trust, .. }| {
+                let given_up = || matches!(trust.loss(), None | Some(Loss::ShutDown));
+                if trust.has_ended() { !trust.left().is_zero() } else { given_up() }
+            });
             if beats.watched.values().any(|beat| beat.due <= now) {
                 let soon = |beat: &&Beat| beat.due <= now + beat.trust.interval / 4;
                 return Some(beats.watched.values().filter(soon).map(|beat| Arc::clone(&beat.trust)).collect());
             }
-            let next = beats.watched.values().map(|beat| beat.due.min(now + beat.trust.left())).min();
+            let next = beats.watched.values().map(|beat| beat.due.min(now.saturating_add(beat.trust.left()))).min();
             let pause = next.map_or(IDLE, |next| next.saturating_sub(now));
             beats = match self.wake.wait_timeout(beats, pause) {
                 Ok((beats, _)) => beats,
@@ -312,8 +319,9 @@ impl Shared {
             let pause =
                 if renewed { jittered(trust.interval) } else { (trust.interval / 8).min(Duration::from_secs(1)) };
             if let Some(beat) = self.beats().watched.get_mut(&trust.run_id) {
-                // Counted from now: beats that were missed are not made up for.
-                beat.due = boottime::now() + pause;
+                // Never in the past: beats that were missed are not made up for.
+                let now = boottime::now();
+                beat.due = if renewed { (sent + pause).max(now) } else { now + pause };
             }
         }
     }

@@ -9,12 +9,14 @@ use diesel::prelude::*;
 use diesel::result::Error as DieselError;
 
 use crate::blocking::{Displaced, Holder};
+use crate::boottime;
 use crate::config::MaxAge;
 use crate::error::LockError;
 use crate::heartbeat::{Loss, Trust};
 use crate::key::{Job, LockKey};
 use crate::lock::SyncLock;
 use crate::run::{Ending, RunId, RunReport, owner_id};
+use crate::runner::Turn;
 use crate::store::Store;
 
 /// The answer to [`SyncLock::lease`].
@@ -42,16 +44,31 @@ pub enum LeaseAttempt {
 /// [`Lease::lost`] and [`Lease::is_lost`] tell; [`Lease::transaction`] keeps a holder who does not know it yet from writing.
 #[must_use = "a lease that is dropped is released"]
 pub struct Lease {
-    locks: SyncLock,
-    trust: Arc<Trust>,
-    max_age: MaxAge,
+    held: Arc<Held>,
     acquired_at: DateTime<Utc>,
     displaced: Option<Displaced>,
+}
+
+/// What is freed when nobody uses the lease any more: neither its owner nor the body of a fenced transaction, which goes on
+/// when its future is dropped.
+struct Held {
+    locks: SyncLock,
+    trust: Arc<Trust>,
     leased: Instant,
     /// What the record will say if nobody says how the run ended.
     unsaid: Mutex<String>,
-    /// Whether the row was still ours when the run ended.
-    freed: OnceLock<bool>,
+    end: OnceLock<End>,
+    /// The runner's turn, which ends after the row is handed over.
+    turn: OnceLock<Turn>,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub(crate) struct End {
+    /// Why it failed, or `None` if it was completed.
+    pub(crate) failure: Option<String>,
+    /// The row was still ours.
+    pub(crate) ours: bool,
 }
 
 impl Lease {
@@ -65,24 +82,41 @@ impl Lease {
         displaced: Option<Displaced>,
     ) -> Self {
         let trust = Arc::new(Trust::new(job, run_id, max_age, sent, locks.heartbeat_interval()));
-        let unsaid = Mutex::new("the lease was dropped before the run said how it ended".to_owned());
-        Self { locks, trust, max_age, acquired_at, displaced, leased: Instant::now(), unsaid, freed: OnceLock::new() }
+        let held = Held {
+            locks,
+            trust,
+            leased: Instant::now(),
+            unsaid: Mutex::new("the lease was dropped before the run said how it ended".to_owned()),
+            end: OnceLock::new(),
+            turn: OnceLock::new(),
+        };
+        Self { held: Arc::new(held), acquired_at, displaced }
     }
 
     pub(crate) fn trust(&self) -> &Arc<Trust> {
-        &self.trust
+        &self.held.trust
+    }
+
+    /// Keeps the turn until nobody uses the lease any more.
+    pub(crate) fn take_turn(&self, turn: Turn) {
+        let _ = self.held.turn.set(turn);
+    }
+
+    /// How the run ended, if it has.
+    pub(crate) fn end(&self) -> Option<&End> {
+        self.held.end.get()
     }
 
     /// The key that is held.
     #[must_use]
     pub fn key(&self) -> &LockKey {
-        &self.trust.key
+        &self.held.trust.key
     }
 
     /// The run that holds it, which is also the id of its `IssueSyncRun` row if it has one.
     #[must_use]
     pub fn run_id(&self) -> &RunId {
-        &self.trust.run_id
+        &self.held.trust.run_id
     }
 
     /// When the key was claimed, by the database's clock.
@@ -101,7 +135,7 @@ impl Lease {
     /// where nothing else gets to run. A lease that is lost once stays lost.
     #[must_use]
     pub fn loss(&self) -> Option<Loss> {
-        self.trust.loss()
+        self.held.trust.loss()
     }
 
     /// Whether the lease is lost.
@@ -116,7 +150,7 @@ impl Lease {
     ///
     /// Dropping the future loses nothing.
     pub async fn lost(&self) -> Loss {
-        self.trust.lost().await
+        self.held.trust.lost().await
     }
 
     /// Runs a READ COMMITTED transaction whose writes are committed only if the row is still this lease's at the commit.
@@ -151,7 +185,7 @@ impl Lease {
     {
         let fence =
             |store: &Store, conn: &mut PgConnection, trust: &Trust| store.fence(conn, &trust.key, &trust.run_id);
-        self.fenced(body, fence, |_| false).await
+        self.fenced(body, fence, |_, _| {}).await
     }
 
     /// Runs a last transaction as [`Lease::transaction`] does, and completes the run and frees its row in it: all are
@@ -177,21 +211,16 @@ impl Lease {
         let end = move |store: &Store, conn: &mut PgConnection, trust: &Trust| {
             trust.leave(true);
             Ok(store.fence(conn, &trust.key, &trust.run_id)?
-                && store.finish_and_release(conn, &trust.key, &trust.run_id, &ending)?.1)
+                && store.finish_and_release(conn, &trust.key, &trust.run_id, &ending)?.freed)
         };
-        let trust = Arc::clone(&self.trust);
-        let outcome = self
-            .fenced(body, end, move |committed| {
-                trust.leave(false);
-                committed && trust.end()
-            })
-            .await;
-        if outcome.is_ok() {
-            let _ = self.freed.set(true);
-            self.locks.forget(self.run_id());
-            self.told("succeeded", true);
-        }
-        outcome
+        self.fenced(body, end, |held, committed| {
+            if committed && held.trust.end() {
+                held.locks.forget(&held.trust.run_id);
+                held.ended(None, true);
+            }
+            held.trust.leave(false);
+        })
+        .await
     }
 
     /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded as
@@ -205,9 +234,11 @@ impl Lease {
     ///
     /// Once polled, the end is written even when the future is dropped.
     pub async fn complete(&self, report: &RunReport) -> Result<bool, LockError> {
-        let freed = self.end(Ending::Completed(report.clone())).await?;
-        self.told("succeeded", freed);
-        Ok(freed)
+        match self.loss() {
+            // Whatever the job has done, it has done it without a lock.
+            Some(loss) => self.held.end(Ending::Failed(loss.to_string())).await.map(|_| false),
+            None => self.held.end(Ending::Completed(report.clone())).await,
+        }
     }
 
     /// Records the run as failed, frees its row, and says whether the row was still this lease's.
@@ -220,9 +251,7 @@ impl Lease {
     ///
     /// As for [`Lease::complete`].
     pub async fn fail(&self, error_message: &str) -> Result<bool, LockError> {
-        let freed = self.end(Ending::Failed(error_message.to_owned())).await?;
-        self.told("failed", freed);
-        Ok(freed)
+        self.held.end(Ending::Failed(error_message.to_owned())).await
     }
 
     /// Frees the row of a run that says nothing of its end, and says whether it was still this lease's. A record that is
@@ -236,42 +265,19 @@ impl Lease {
     ///
     /// As for [`Lease::complete`].
     pub async fn release(&self) -> Result<bool, LockError> {
-        let freed =
-            self.end(Ending::Failed("the lease was released before the run said how it ended".to_owned())).await?;
-        self.told("released", freed);
-        Ok(freed)
+        self.held.end(Ending::Failed("the lease was released before the run said how it ended".to_owned())).await
     }
 
     /// What the record will say if the lease is dropped.
     pub(crate) fn say_if_dropped(&self, message: String) {
-        *self.unsaid.lock().unwrap_or_else(PoisonError::into_inner) = message;
-    }
-
-    async fn end(&self, ending: Ending) -> Result<bool, LockError> {
-        if !self.trust.end() {
-            return Ok(false);
-        }
-        let freed = self.locks.end(self.key(), self.run_id(), ending, self.max_age).await?;
-        let _ = self.freed.set(freed);
-        Ok(freed)
-    }
-
-    /// Whether the row was still ours when the run ended.
-    pub(crate) fn was_freed(&self) -> bool {
-        self.freed.get().copied().unwrap_or_default()
-    }
-
-    fn told(&self, event: &'static str, freed: bool) {
-        let Trust { key, sync_type, run_id, .. } = &*self.trust;
-        let elapsed = self.leased.elapsed();
-        tracing::info!(%key, sync_type, %run_id, owner = owner_id(), ?elapsed, freed, "{event}");
+        *self.held.unsaid.lock().unwrap_or_else(PoisonError::into_inner) = message;
     }
 
     async fn fenced<T, E>(
         &self,
         body: impl FnOnce(&mut PgConnection) -> Result<T, E> + Send + 'static,
         fence: impl Fn(&Store, &mut PgConnection, &Trust) -> QueryResult<bool> + Send + 'static,
-        afterwards: impl FnOnce(bool) -> bool + Send + 'static,
+        afterwards: impl FnOnce(&Held, bool) + Send + 'static,
     ) -> Result<T, FencedError<E>>
     where
         T: Send + 'static,
@@ -280,26 +286,58 @@ impl Lease {
         if let Some(loss) = self.loss() {
             return Err(FencedError::Lost(loss));
         }
-        let trust = Arc::clone(&self.trust);
-        self.locks
+        let held = Arc::clone(&self.held);
+        self.held
+            .locks
             .with_connection(move |pool, deadline| {
-                let mut body = Some(body);
+                let (mut body, mut renewed) = (Some(body), None);
                 let outcome = pool.run(deadline, |conn| {
-                    match conn
-                        .build_transaction()
-                        .read_committed()
-                        .run(|conn| steps(pool.store(), conn, &trust, &mut body, &fence))
-                    {
+                    let outcome = conn.build_transaction().read_committed().run(|conn| {
+                        let value = steps(pool.store(), conn, &held.trust, &mut body, &fence)?;
+                        renewed = Some(value.1);
+                        Ok(value.0)
+                    });
+                    match outcome {
                         // Nothing has happened yet: another connection may do better.
                         Err(FencedError::Lock(error @ LockError::ConnectionLost(_))) if body.is_some() => Err(error),
                         outcome => Ok(outcome),
                     }
                 });
                 let outcome = outcome.unwrap_or_else(|error| Err(FencedError::Lock(error)));
-                afterwards(outcome.is_ok());
+                if let (Ok(_), Some(sent)) = (&outcome, renewed) {
+                    held.trust.renewed(sent);
+                }
+                afterwards(&held, outcome.is_ok());
                 outcome
             })
             .await?
+    }
+}
+
+impl Held {
+    async fn end(&self, ending: Ending) -> Result<bool, LockError> {
+        if !self.trust.end() {
+            return Ok(false);
+        }
+        let failure = match &ending {
+            Ending::Completed(_) => None,
+            Ending::Failed(message) => Some(message.clone()),
+        };
+        let ours = self.locks.end(&self.trust, ending).await?;
+        self.ended(failure, ours);
+        Ok(ours)
+    }
+
+    /// Remembers and tells how the run ended.
+    fn ended(&self, failure: Option<String>, ours: bool) {
+        let Trust { key, sync_type, run_id, .. } = &*self.trust;
+        let (owner, elapsed) = (owner_id(), self.leased.elapsed());
+        match &failure {
+            _ if !ours => tracing::error!(%key, sync_type, %run_id, owner, ?elapsed, "ended without its lock"),
+            None => tracing::info!(%key, sync_type, %run_id, owner, ?elapsed, "succeeded"),
+            Some(error_message) => tracing::info!(%key, sync_type, %run_id, owner, ?elapsed, error_message, "failed"),
+        }
+        let _ = self.end.set(End { failure, ours });
     }
 }
 
@@ -310,27 +348,40 @@ fn steps<T, E, Body: FnOnce(&mut PgConnection) -> Result<T, E>>(
     trust: &Trust,
     body: &mut Option<Body>,
     fence: &impl Fn(&Store, &mut PgConnection, &Trust) -> QueryResult<bool>,
-) -> Result<T, FencedError<E>> {
-    let lost = || FencedError::Lost(trust.loss().unwrap_or(Loss::Removed));
-    if !store.holds(conn, &trust.key, &trust.run_id)? {
-        return Err(lost());
-    }
+) -> Result<(T, Duration), FencedError<E>> {
+    check(store, conn, trust)?;
     let Some(body) = body.take() else { return Err(FencedError::Lock(LockError::CutOff)) };
     let value = body(conn).map_err(FencedError::Body)?;
-    let sent = Instant::now();
+    let (sent, started) = (boottime::now(), Instant::now());
     match fence(store, conn, trust) {
-        Ok(true) => Ok(value),
-        Ok(false) => Err(lost()),
-        Err(error) => Err(FencedError::Lock(store.explain(conn, error, sent.elapsed()))),
+        Ok(true) => Ok((value, sent)),
+        Ok(false) => {
+            check(store, conn, trust)?;
+            Err(FencedError::Lost(trust.loss().unwrap_or(Loss::Removed)))
+        }
+        Err(error) => Err(FencedError::Lock(store.explain(conn, error, started.elapsed()))),
     }
 }
 
-impl Drop for Lease {
+/// Loses the lease if the row is gone or in other hands.
+fn check<E>(store: &Store, conn: &mut PgConnection, trust: &Trust) -> Result<(), FencedError<E>> {
+    let loss = match store.holder(conn, &trust.key)?.flatten() {
+        Some(holder) if holder == trust.run_id.as_str() => return Ok(()),
+        Some(holder) => Loss::TakenOver { by: RunId::from_row(holder) },
+        None => Loss::Removed,
+    };
+    trust.lose(&loss);
+    Err(FencedError::Lost(trust.loss().unwrap_or(loss)))
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         if self.trust.end() {
             let unsaid = std::mem::take(&mut *self.unsaid.lock().unwrap_or_else(PoisonError::into_inner));
-            tracing::warn!(key = %self.key(), run_id = %self.run_id(), owner = owner_id(), unsaid, "released in the background");
-            self.locks.end_in_background(self.key(), self.run_id(), Ending::Failed(unsaid), self.max_age);
+            let Trust { key, sync_type, run_id, .. } = &*self.trust;
+            let elapsed = self.leased.elapsed();
+            tracing::warn!(%key, sync_type, %run_id, owner = owner_id(), ?elapsed, unsaid, "released in the background");
+            self.locks.end_in_background(&self.trust, Ending::Failed(unsaid));
         }
     }
 }

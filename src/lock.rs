@@ -13,7 +13,7 @@ use crate::boottime;
 use crate::cleanup::{Cleanup, Leftover, OnDrop};
 use crate::config::{InvalidMaxAge, MaxAge, Settings};
 use crate::error::LockError;
-use crate::heartbeat::{Heartbeat, Loss};
+use crate::heartbeat::{Heartbeat, Loss, Trust};
 use crate::key::{Job, LockKey};
 use crate::lease::{Lease, LeaseAttempt};
 use crate::pool::Pool;
@@ -192,7 +192,8 @@ impl SyncLock {
     /// Gives up every lease of this handle and waits until their rows are free and their records closed, for
     /// applications that handle signals. No lease can be had afterwards.
     ///
-    /// Jobs that [`SyncLock::run`] started are cancelled first and get ten seconds to end; a row whose job goes on is not
+    /// Claims that are under way are waited for and undone if their callers are gone. Rows of [`SyncLock::acquire_lock`]
+    /// stay: this handle does not know whose they are. Jobs that [`SyncLock::run`] started are cancelled first and get ten seconds to end; a row whose job goes on is not
     /// freed. Then the wait is bounded by the call timeout: an unreachable database leaves rows that expire.
     ///
     /// # Cancel safety
@@ -211,8 +212,7 @@ impl SyncLock {
             if goes_on {
                 tracing::error!(key = %trust.key, run_id = %trust.run_id, "the job does not end: its row is left to expire");
             } else if trust.end() {
-                let ending = Ending::Failed(Loss::ShutDown.to_string());
-                self.end_in_background(&trust.key, &trust.run_id, ending, self.inner.max_age);
+                self.end_in_background(trust, Ending::Failed(Loss::ShutDown.to_string()));
             }
         }
         if tokio::time::timeout(self.inner.call_timeout, self.inner.cleanup.settled()).await.is_err() {
@@ -238,31 +238,32 @@ impl SyncLock {
     }
 
     /// Frees a run's row and closes its record on a thread of its own, trying again until that has worked.
-    pub(crate) fn end_in_background(&self, key: &LockKey, run_id: &RunId, ending: Ending, max_age: MaxAge) {
-        self.forget(run_id);
-        self.inner.cleanup.hand_over(leftover(key, run_id, ending, max_age, 0));
+    pub(crate) fn end_in_background(&self, trust: &Trust, ending: Ending) {
+        self.forget(&trust.run_id);
+        self.inner.cleanup.hand_over(leftover(&trust.key, &trust.run_id, ending, trust.max_age, 0));
     }
 
     /// Frees a run's row and writes its end, and says whether the row was still there. What cannot be done now is done in
     /// the background.
-    pub(crate) async fn end(
-        &self,
-        key: &LockKey,
-        run_id: &RunId,
-        ending: Ending,
-        max_age: MaxAge,
-    ) -> Result<bool, LockError> {
-        let owed = OnDrop::new(self.inner.cleanup.clone(), leftover(key, run_id, ending.clone(), max_age, 0));
-        let (key, owner) = (key.clone(), run_id.clone());
+    pub(crate) async fn end(&self, trust: &Arc<Trust>, ending: Ending) -> Result<bool, LockError> {
+        let undone = leftover(&trust.key, &trust.run_id, ending.clone(), trust.max_age, 0);
+        let owed = OnDrop::new(self.inner.cleanup.expect(), undone);
+        let ended = Arc::clone(trust);
         let outcome = self
             .call(move |pool, deadline| {
-                let (_, freed) =
-                    pool.run(deadline, |conn| pool.store().end_and_release(conn, &key, &owner, &ending))?;
+                let mut uncertain = false;
+                let end = pool.run(deadline, |conn| {
+                    let end = pool.store().end_and_release(conn, &ended.key, &ended.run_id, &ending);
+                    uncertain |= matches!(end, Err(LockError::ConnectionLost(_)));
+                    end
+                })?;
                 owed.settled();
-                Ok(freed)
+                // Where an answer was lost, the statement may have found what the one before it had done. The record tells;
+                // a job without one was ours to end while its lease could be relied on.
+                Ok(end.freed || uncertain && (end.before || ended.sync_type.is_none() && !ended.has_run_out()))
             })
             .await;
-        self.forget(run_id);
+        self.forget(&trust.run_id);
         outcome
     }
 
@@ -288,15 +289,22 @@ impl SyncLock {
 
     /// Claims; says when the first statement was sent, and hands out the guard that undoes the claim unless it is settled.
     async fn claim(&self, job: Job) -> Result<(Acquisition, Duration, Option<OnDrop>), LockError> {
-        let (cleanup, max_age, run_id) = (self.inner.cleanup.clone(), self.max_age_of(&job), RunId::new());
+        let (max_age, run_id) = (self.max_age_of(&job), RunId::new());
+        // From here on a shutdown waits for what becomes of the claim.
+        let mut expected = Some(self.inner.cleanup.expect());
+        let asked = Asked::default();
+        let still_asked = Arc::clone(&asked.0);
         self.call(move |pool, deadline| {
             let (mut sent, mut uncertain) = (None, false);
             let outcome = pool.run(deadline, |conn| {
-                sent.get_or_insert_with(|| {
+                if sent.is_none() && !still_asked.load(Ordering::SeqCst) {
+                    return Err(LockError::CutOff);
+                }
+                if let Some(expected) = expected.take() {
                     let ending = Ending::Failed("the claim was abandoned before it was answered".to_owned());
                     let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
-                    (boottime::now(), OnDrop::new(cleanup.clone(), undo))
-                });
+                    sent = Some((boottime::now(), OnDrop::new(expected, undo)));
+                }
                 let outcome = pool.store().acquire(conn, &job, &run_id, max_age);
                 uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
                 outcome
@@ -346,6 +354,21 @@ impl fmt::Debug for SyncLock {
             .field("max_age", max_age)
             .field("call_timeout", call_timeout)
             .finish_non_exhaustive()
+    }
+}
+
+/// Tells a claim that waits for a connection whether anybody still wants it.
+struct Asked(Arc<AtomicBool>);
+
+impl Default for Asked {
+    fn default() -> Self {
+        Self(Arc::new(AtomicBool::new(true)))
+    }
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
     }
 }
 

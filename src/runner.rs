@@ -12,9 +12,9 @@ use crate::blocking::Holder;
 use crate::error::LockError;
 use crate::heartbeat::Loss;
 use crate::key::{Job, LockKey};
-use crate::lease::{Lease, LeaseAttempt};
+use crate::lease::{End, Lease, LeaseAttempt};
 use crate::lock::SyncLock;
-use crate::run::RunReport;
+use crate::run::{RunReport, owner_id};
 
 /// How one run of a job ended. Only [`RunOutcome::Completed`] is a success.
 #[must_use = "a run may have been skipped"]
@@ -45,6 +45,8 @@ pub enum RunOutcome<E> {
 pub enum JobFailure<E> {
     /// It returned an error.
     Error(E),
+    /// It returned no error, but had ended its lease as failed itself, with this message.
+    EndedAsFailed(String),
     /// It panicked, with this message.
     Panicked(String),
     /// It did not end within its deadline and was cancelled.
@@ -57,6 +59,7 @@ impl<E: fmt::Display> fmt::Display for JobFailure<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Error(error) => error.fmt(f),
+            Self::EndedAsFailed(message) => f.write_str(message),
             Self::Panicked(message) => write!(f, "the job panicked: {message}"),
             Self::DeadlineExceeded(deadline) => write!(f, "the job did not end within {deadline:?}"),
             Self::Cancelled => f.write_str("the job was cut off by the end of the runtime"),
@@ -83,24 +86,25 @@ impl SyncLock {
         E: fmt::Display + Send + 'static,
     {
         let job = job.into();
-        let Some(turn) = Turn::take(self, job.key()).map(Arc::new) else {
-            tracing::info!(key = %job.key(), sync_type = job.sync_type(), reason = "still running here", "skipped");
+        let Some(turn) = Turn::take(self, job.key()) else {
+            let reason = "still running here";
+            tracing::info!(key = %job.key(), sync_type = job.sync_type(), owner = owner_id(), reason, "skipped");
             return RunOutcome::StillRunning;
         };
         let lease = match self.lease(job.clone()).await {
             Ok(LeaseAttempt::Leased(lease)) => Arc::new(lease),
             Ok(LeaseAttempt::Conflict { holder }) => return RunOutcome::Held { holder },
             Err(error) => {
-                tracing::warn!(key = %job.key(), sync_type = job.sync_type(), %error, "skipped");
+                tracing::warn!(key = %job.key(), sync_type = job.sync_type(), owner = owner_id(), %error, "skipped");
                 return RunOutcome::Unavailable(error);
             }
         };
-        let (held, taken) = (Arc::clone(&lease), Arc::clone(&turn));
+        // It ends when nobody uses the lease any more: the job's future, and what it left on other threads.
+        lease.take_turn(turn);
+        let held = Arc::clone(&lease);
         let mut task = AbortOnDrop(tokio::spawn(async move {
-            // Dropped when the job's future has ended, in the opposite order: first the lease, then the turn.
-            let _taken = taken;
-            let held = held;
             let report = work(Arc::clone(&held)).await;
+            // Until here, whatever the job does with its own.
             drop(held);
             report
         }));
@@ -132,7 +136,9 @@ impl SyncLock {
             }
         };
         match lease.fail(&failure.to_string()).await {
-            Ok(false) if !lease.was_freed() => RunOutcome::Lost(lease.loss().unwrap_or(Loss::Removed)),
+            Ok(false) if !lease.end().is_some_and(|end| end.ours) => {
+                RunOutcome::Lost(lease.loss().unwrap_or(Loss::Removed))
+            }
             _ => RunOutcome::Failed(failure),
         }
     }
@@ -157,7 +163,7 @@ impl SyncLock {
         Passing: Future<Output = Result<RunReport, E>> + Send + 'static,
         E: fmt::Display + Send + 'static,
     {
-        let (locks, (tell, told)) = (self.clone(), tokio::sync::oneshot::channel());
+        let (locks, (tell, mut told)) = (self.clone(), tokio::sync::oneshot::channel());
         let outcome = self
             .run(crate::SyncType::Scheduled, move |lease| async move {
                 let report = sync(lease).await?;
@@ -173,7 +179,8 @@ impl SyncLock {
         if let RunOutcome::Completed(RunReport { repos_fetched, synced_count, .. }) = &outcome {
             (report.repos_fetched, report.synced_count) = (*repos_fetched, *synced_count);
         }
-        if let Ok(Some(reason)) = told.await {
+        // A job that was cancelled may still be ending; it has told nothing then.
+        if let Ok(Some(reason)) = told.try_recv() {
             (report.automation_skipped, report.automation_skipped_reason) = (true, Some(reason));
         }
         (outcome, report)
@@ -218,9 +225,14 @@ async fn completed<E>(lease: &Lease, report: RunReport) -> RunOutcome<E> {
     }
     match lease.complete(&report).await {
         Ok(true) => RunOutcome::Completed(report),
-        // The job may have ended its lease itself, in its last transaction.
-        Ok(false) if lease.was_freed() => RunOutcome::Completed(report),
-        Ok(false) => lost(),
+        // The job may have ended its lease itself, in its last transaction for instance.
+        Ok(false) => match lease.end() {
+            Some(End { ours: true, failure: None }) => RunOutcome::Completed(report),
+            Some(End { ours: true, failure: Some(failure) }) => {
+                RunOutcome::Failed(JobFailure::EndedAsFailed(failure.clone()))
+            }
+            _ => lost(),
+        },
         Err(error) => {
             tracing::warn!(key = %lease.key(), run_id = %lease.run_id(), %error, "the end of the run is written later");
             RunOutcome::Completed(report)
@@ -250,7 +262,7 @@ impl<T> Drop for AbortOnDrop<T> {
 }
 
 /// The overlap guard: at most one run of a key in this process.
-struct Turn {
+pub(crate) struct Turn {
     locks: SyncLock,
     key: LockKey,
 }

@@ -93,6 +93,19 @@ pub(crate) struct Renewal {
     pub(crate) holder: Option<String>,
 }
 
+/// What became of a run that ended.
+#[derive(Clone, Copy, Debug, Queryable)]
+pub(crate) struct Ended {
+    /// Its record says so now.
+    pub(crate) recorded: bool,
+    /// Its row is free now.
+    pub(crate) freed: bool,
+    /// Its record had said just that before: the answer to the same statement was lost.
+    pub(crate) before: bool,
+    /// The caller's `lock_timeout` is what it was.
+    _restored: bool,
+}
+
 /// A run's end in the columns of its record.
 struct RecordedEnd {
     status: &'static str,
@@ -298,10 +311,10 @@ impl Store {
         self.statement::<(Text, Bool, Bool, Nullable<Text>)>(SQL, &binds).get_results(conn)
     }
 
-    /// Whether a run holds a key. Invariant: it reads, and takes no row lock.
-    pub(crate) fn holds(&self, conn: &mut PgConnection, key: &LockKey, run_id: &RunId) -> QueryResult<bool> {
-        const SQL: &str = r#" SELECT EXISTS (SELECT 1 FROM "sync_lock" WHERE "id" = $1 AND "syncRunId" = $2)"#;
-        self.statement::<Bool>(SQL, &[Bind::Text(key.as_str()), Bind::Text(run_id.as_str())]).get_result(conn)
+    /// Who holds a key: nothing for a free one, and `None` within for an orphan. Invariant: it reads, and takes no row lock.
+    pub(crate) fn holder(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<Option<String>>> {
+        const SQL: &str = r#" SELECT "syncRunId" FROM "sync_lock" WHERE "id" = $1"#;
+        self.statement::<Nullable<Text>>(SQL, &[Bind::Text(key.as_str())]).get_result(conn).optional()
     }
 
     /// Locks a lease's row until the end of the transaction, by renewing it, and says whether it was still there. Invariant:
@@ -329,7 +342,7 @@ impl Store {
         key: &LockKey,
         run_id: &RunId,
         ending: &Ending,
-    ) -> QueryResult<(bool, bool)> {
+    ) -> QueryResult<Ended> {
         const SQL: &str = concat!(
             ", ",
             bounded!(),
@@ -347,7 +360,8 @@ impl Store {
             r#"
               FROM before
               WHERE "id" = $2 AND "status" = 'running' AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1)
-            SELECT EXISTS (SELECT 1 FROM done), EXISTS (SELECT 1 FROM freed), "#,
+            SELECT EXISTS (SELECT 1 FROM done), EXISTS (SELECT 1 FROM freed),
+          EXISTS (SELECT 1 FROM "IssueSyncRun" WHERE "id" = $2 AND "status" = $3 AND "errorMessage" IS NOT DISTINCT FROM $7), "#,
             restored!()
         );
         let end = RecordedEnd::of(ending);
@@ -361,15 +375,13 @@ impl Store {
             Bind::MaybeText(end.error.as_deref()),
             Bind::Text(LOCK_WAIT_MS),
         ];
-        let (recorded, freed, _restored) =
-            self.statement::<(Bool, Bool, Bool)>(SQL, &binds).get_result::<(bool, bool, bool)>(conn)?;
-        Ok((recorded, freed))
+        self.statement::<(Bool, Bool, Bool, Bool)>(SQL, &binds).get_result(conn)
     }
 
     /// Frees a key if that run still holds it, and closes the run's record. Invariant: a row in other hands stays.
     pub(crate) fn force_release(&self, conn: &mut PgConnection, key: &str, holder: &RunId) -> QueryResult<bool> {
         let ending = Ending::Failed("the lock was force-released by an operator".to_owned());
-        self.finish_and_release(conn, &LockKey::from_row(key.to_owned()), holder, &ending).map(|(_, freed)| freed)
+        self.finish_and_release(conn, &LockKey::from_row(key.to_owned()), holder, &ending).map(|ended| ended.freed)
     }
 
     /// Writes the end of a run into its record. Invariant: only a record that is still `running` changes.
@@ -477,6 +489,7 @@ fn quoted(identifier: &str) -> String {
 }
 
 /// What matters of a server, and of the way to it.
+#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "only the doctor asks for all of it"))]
 #[derive(Clone, Debug, Queryable)]
 pub(crate) struct Server {
     /// As in `150004` for 15.4.

@@ -71,11 +71,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let locks = SyncLock::new(&settings).map_err(|error| Failure::configuration(&error))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.map_err(|error| Failure::bug(&error))?;
-    runtime.block_on(async {
+    let outcome = runtime.block_on(async {
         let outcome = under_lock(&locks, job, arguments).await;
         locks.shutdown().await;
         outcome
-    })
+    });
+    // A thread that waits for a database which never answers must not keep the program.
+    runtime.shutdown_background();
+    outcome
 }
 
 fn job(arguments: &Arguments) -> Result<Job, Failure> {

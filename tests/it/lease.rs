@@ -113,7 +113,7 @@ async fn a_lease_whose_row_is_removed_is_lost_and_the_row_is_not_made_again() {
     let run = database.run(lease.run_id());
     assert_eq!(
         (run.status.as_str(), run.error_message.as_deref()),
-        ("failed", Some("the lease was lost before the run ended"))
+        ("failed", Some("the lease was lost: its row was removed"))
     );
 }
 
@@ -224,7 +224,8 @@ async fn a_fenced_transaction_commits_while_the_lease_is_held_and_not_after_a_ta
             Ok::<_, DieselError>(())
         })
         .await;
-    assert!(matches!(overtaken, Err(FencedError::Lost(_))), "{overtaken:?}");
+    assert!(matches!(overtaken, Err(FencedError::Lost(Loss::TakenOver { .. }))), "{overtaken:?}");
+    assert!(lease.is_lost(), "what the fence has seen is known to the lease");
     assert_eq!(written(&database), 2, "taken over while the body ran");
     assert!(matches!(lease.transaction(insert_write).await, Err(FencedError::Lost(_))));
     assert_eq!(written(&database), 2);
@@ -370,7 +371,52 @@ async fn a_jobs_own_maximum_age_decides_for_its_key_alone() {
     assert!(matches!(locks.lease(job("other")).await.unwrap(), LeaseAttempt::Conflict { holder: Some(_), .. }));
 }
 
+#[tokio::test]
+async fn a_lease_that_is_lost_cannot_be_completed_even_if_its_row_is_still_there() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_max_age(seconds(MAX_AGE))).unwrap();
+    let lease = lease(&locks, SyncType::Reconcile).await;
+    wire.silence(true);
+    assert_eq!(lost(&lease).await, Loss::NotRenewed);
+    wire.silence(false);
+    let completed = lease.complete(&RunReport::default()).await;
+    assert!(!completed.unwrap_or(false));
+    assert_released(&database, "no renewal was acknowledged in time");
+}
+
+#[tokio::test]
+async fn a_maximum_age_without_an_end_is_no_overflow() {
+    let database = TestDatabase::new();
+    let locks = SyncLock::new(&database.settings().with_max_age(MaxAge::new(Duration::MAX).unwrap())).unwrap();
+    let lease = lease(&locks, SyncType::Reconcile).await;
+    assert!(!lease.is_lost());
+    assert!(lease.complete(&RunReport::default()).await.unwrap());
+}
+
 // Nothing is left behind.
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_waits_for_claims_under_way_whose_callers_are_gone() {
+    let database = TestDatabase::new();
+    let locks = database.locks();
+    let mut rival = database.connect();
+    rival.batch_execute(r#"BEGIN; LOCK TABLE "sync_lock" IN ACCESS EXCLUSIVE MODE"#).unwrap();
+    let claim = tokio::spawn({
+        let locks = locks.clone();
+        async move { locks.lease(SyncType::Reconcile).await.map(drop) }
+    });
+    poll("a claim that waits", || database.waiting() > 0);
+    claim.abort();
+    let _ = claim.await;
+    let shutdown = tokio::spawn(async move { locks.shutdown().await });
+    tokio::task::yield_now().await;
+    assert!(!shutdown.is_finished());
+    rival.batch_execute("ROLLBACK").unwrap();
+    shutdown.await.unwrap();
+    assert_eq!(database.locks_held(), []);
+    assert!(database.runs().iter().all(|run| run.status == "failed"));
+}
 
 /// Waits until the row is free and the record closed as failed.
 fn assert_released(database: &TestDatabase, reason: &str) {
@@ -439,9 +485,10 @@ async fn an_end_whose_answer_was_lost_is_written_once() {
     for _ in 0..2 {
         let lease = lease(&locks, SyncType::Reconcile).await;
         wire.lose_next_answer();
-        let freed = lease.complete(&RunReport { synced_count: 9, ..RunReport::default() }).await.unwrap();
+        let report = RunReport { synced_count: 9, ..RunReport::default() };
+        assert!(lease.complete(&report).await.unwrap(), "the first statement did it, and that was ours");
         let run = database.run(lease.run_id());
-        assert_eq!((run.status.as_str(), run.synced_count), ("completed", 9), "freed: {freed}");
+        assert_eq!((run.status.as_str(), run.synced_count), ("completed", 9));
         assert_eq!(database.locks_held(), []);
     }
     assert_eq!(wire.lost(), 2);

@@ -199,20 +199,11 @@ fn a_lost_lock_stops_the_command_at_once_with_76() {
         let script = format!("{stubborn} echo $$; while :; do sleep 0.01; done");
         let mut command = run(&database, &["reconcile"], &script);
         let (child, pids) = start(command.env("DISPATCH_SYNC_LOCK_MAX_AGE_MS", "1500"), 1);
-        database.back_date(3_600.0);
-        let mut next = None;
-        poll("a takeover", || {
-            let answer =
-                acquire_lock(&mut database.connect(), sync_lock::SyncType::Reconcile, MaxAge::DEFAULT).unwrap();
-            next = crate::support::is_win(&answer).then(|| won(answer));
-            database.back_date(3_600.0);
-            next.is_some()
-        });
+        let next = database.take_over(sync_lock::SyncType::Reconcile);
         let (code, stderr) = end(child);
         assert_eq!(code, Some(76), "{stderr}");
         assert!(stderr.contains("took the lock over"), "{stderr}");
         assert!(is_gone(pids[0]));
-        let next = next.unwrap();
         assert_eq!(database.locks_held(), [("reconcile".to_owned(), Some(next.to_string()))]);
         sync_lock::blocking::release_lock(&mut database.connect(), &next).unwrap();
     }

@@ -140,8 +140,7 @@ async fn a_job_that_loses_its_lease_is_cancelled_and_never_a_success() {
         async move { locks.run(SyncType::Reconcile, |_| endless(started, dropped)).await }
     });
     running.await.unwrap();
-    database.back_date(3600.0);
-    let next = won(acquire_lock(&mut database.connect(), SyncType::Reconcile, MaxAge::DEFAULT).unwrap());
+    let next = database.take_over(SyncType::Reconcile);
     let outcome = tokio::time::timeout(PATIENCE, run).await.unwrap().unwrap();
     assert!(matches!(&outcome, RunOutcome::Lost(Loss::TakenOver { by }) if *by == next), "{outcome:?}");
     poll("the cancelled job", || dropped.load(Ordering::SeqCst));
@@ -261,4 +260,62 @@ async fn the_automation_pass_inside_a_scheduled_sync_takes_its_own_key() {
     assert!(matches!(outcome, RunOutcome::Completed(_)), "{outcome:?}");
     assert!(scheduled.automation_skipped_reason.unwrap().contains("no rules"));
     assert_eq!(database.locks_held(), [], "the automation key is free on every path");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_body_of_a_fenced_transaction_keeps_turn_and_row_of_a_run_that_was_cancelled() {
+    let database = TestDatabase::new();
+    let locks = database.locks();
+    let (started, running) = oneshot::channel();
+    let (go_on, wait) = std::sync::mpsc::channel::<()>();
+    let run = tokio::spawn({
+        let locks = locks.clone();
+        async move {
+            locks
+                .run(SyncType::Reconcile, |lease| async move {
+                    let body = move |_: &mut PgConnection| {
+                        started.send(()).unwrap();
+                        wait.recv().unwrap();
+                        Ok::<_, diesel::result::Error>(())
+                    };
+                    lease.transaction(body).await.map_err(|error| error.to_string())
+                })
+                .await
+        }
+    });
+    running.await.unwrap();
+    run.abort();
+    assert!(run.await.unwrap_err().is_cancelled());
+    let again = locks.run(SyncType::Reconcile, |_| async { Ok::<_, String>(()) }).await;
+    assert!(matches!(again, RunOutcome::StillRunning), "{again:?}");
+    assert_eq!(database.keys_held(), ["reconcile"]);
+    go_on.send(()).unwrap();
+    poll("the end of the body", || database.locks_held().is_empty());
+    poll("the end of the turn", || locks_again(&locks));
+}
+
+/// Whether the key's turn is over.
+fn locks_again(locks: &SyncLock) -> bool {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let locks = locks.clone();
+    let outcome =
+        std::thread::spawn(move || runtime.block_on(locks.run(SyncType::Reconcile, |_| async { Ok::<_, String>(()) })));
+    matches!(outcome.join().unwrap(), RunOutcome::Completed(_))
+}
+
+#[tokio::test]
+async fn a_job_that_ends_its_lease_as_failed_is_not_completed() {
+    let database = TestDatabase::new();
+    let outcome = database
+        .locks()
+        .run(SyncType::Reconcile, |lease| async move {
+            lease.fail("it gave up").await.map_err(|error| error.to_string())?;
+            Ok::<_, String>(())
+        })
+        .await;
+    assert!(
+        matches!(&outcome, RunOutcome::Failed(JobFailure::EndedAsFailed(text)) if text == "it gave up"),
+        "{outcome:?}"
+    );
+    assert_eq!(database.runs()[0].error_message.as_deref(), Some("it gave up"));
 }

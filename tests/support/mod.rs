@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use diesel::sql_types::{BigInt, Bool, Double, Nullable, Text};
+use sync_lock::blocking::acquire_lock;
 use sync_lock::migrate::{Migration, migrate};
 use sync_lock::private_server::{Database, Durability, Server};
-use sync_lock::{Acquisition, LockKey, MaxAge, RunId, Settings, SyncLock};
+use sync_lock::{Acquisition, LockKey, MaxAge, RunId, Settings, SyncLock, SyncType};
 
 /// Longer than anything here takes, even on a busy machine. Only a broken test waits that long.
 pub const PATIENCE: Duration = Duration::from_secs(30);
@@ -94,6 +95,19 @@ impl TestDatabase {
             .bind::<Double, _>(seconds)
             .execute(&mut self.connect())
             .expect("back-dated rows");
+    }
+
+    /// Takes a key over, again and again making its row older than any heartbeat can mend in between.
+    pub fn take_over(&self, sync_type: SyncType) -> RunId {
+        let mut conn = self.connect();
+        let mut next = None;
+        poll("a takeover", || {
+            self.back_date(3_600.0);
+            let answer = acquire_lock(&mut conn, sync_type, MaxAge::DEFAULT).expect("an answer");
+            next = is_win(&answer).then(|| won(answer));
+            next.is_some()
+        });
+        next.expect("the new holder")
     }
 
     /// Keys and holders.
