@@ -127,7 +127,10 @@ impl Lease {
     /// may run beside a new holder until its check fails, and until then rows that it wrote block the new holder. Where
     /// even that matters, begin the body with `SELECT … FOR SHARE` on rows that both sides lock.
     ///
-    /// The body gets a connection of the pool and runs on a thread that may block. It must not end the transaction itself.
+    /// The body gets a connection of the pool and runs on a thread that may block. It must not end the transaction
+    /// itself. The call timeout bounds the wait for the connection; the body takes as long as it takes. From the check
+    /// on, the transaction waits 500 ms at most for any one row lock, and the server ends it after 5 s without a
+    /// statement.
     ///
     /// # Errors
     ///
@@ -193,8 +196,9 @@ impl Lease {
         outcome
     }
 
-    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded as
-    /// failed. Any further end is ignored and answered with `false`.
+    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded
+    /// as failed. Any further end is ignored and answered with `false`. So is an end that had to be sent again because
+    /// its answer was lost: the record then says how the run ended.
     ///
     /// # Errors
     ///

@@ -2,7 +2,7 @@
 //!
 //! Two rules hold everywhere. Age is judged by `clock_timestamp()` at the moment a row is looked at, never by the
 //! client's clock and never by the start of a transaction. And no statement depends on whether a timestamp column has a
-//! time zone: `extract(epoch …)` reads both kinds as UTC, and [`stamp!`] writes the column's own kind.
+//! time zone: `extract(epoch …)` reads both kinds as UTC, and `stamp!` writes the column's own kind.
 //!
 //! diesel caches a statement by its text and so prepares it once per connection. The values are bound once, in a `WITH`
 //! item that nothing refers to, so that the text may name them `$1`, `$2`, … as often as it likes.
