@@ -114,7 +114,7 @@ pub fn force_release(conn: &mut PgConnection, key: &str, holder: &RunId) -> Resu
     let store = Store::default();
     // Looked at first, because a record must not be closed over a key that somebody else holds.
     let held = store.bounded(conn, |conn| store.holder(conn, &LockKey::from_row(key.to_owned())))?;
-    if held.flatten().as_deref() != Some(holder.as_str()) {
+    if held.as_deref() != Some(holder.as_str()) {
         return Ok(false);
     }
     let freed = store.bounded(conn, |conn| store.force_release(conn, key, holder))?;

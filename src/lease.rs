@@ -161,7 +161,10 @@ impl Lease {
     /// may run beside a new holder until its check fails, and until then rows that it wrote block the new holder. Where
     /// even that matters, begin the body with `SELECT … FOR SHARE` on rows that both sides lock.
     ///
-    /// The body gets a connection of the pool and runs on a thread that may block. It must not end the transaction itself.
+    /// The body gets a connection of the pool and runs on a thread that may block. It must not end the transaction
+    /// itself. The call timeout bounds the wait for the connection; the body takes as long as it takes. From the check
+    /// on, the transaction waits 500 ms at most for any one row lock, and the server ends it after 5 s without a
+    /// statement.
     ///
     /// # Errors
     ///
@@ -223,8 +226,9 @@ impl Lease {
         .await
     }
 
-    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded as
-    /// failed. Any further end is ignored and answered with `false`.
+    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded
+    /// as failed. Any further end is ignored and answered with `false`. So is an end that had to be sent again because
+    /// its answer was lost: the record then says how the run ended.
     ///
     /// # Errors
     ///
@@ -365,7 +369,7 @@ fn steps<T, E, Body: FnOnce(&mut PgConnection) -> Result<T, E>>(
 
 /// Loses the lease if the row is gone or in other hands.
 fn check<E>(store: &Store, conn: &mut PgConnection, trust: &Trust) -> Result<(), FencedError<E>> {
-    let loss = match store.holder(conn, &trust.key)?.flatten() {
+    let loss = match store.holder(conn, &trust.key)? {
         Some(holder) if holder == trust.run_id.as_str() => return Ok(()),
         Some(holder) => Loss::TakenOver { by: RunId::from_row(holder) },
         None => Loss::Removed,

@@ -31,8 +31,9 @@ const LOST_CLAIM_LOOKS: u32 = 4;
 /// A handle on the locks of one database. Cheap to clone; all clones share one pool and one heartbeat.
 ///
 /// Making one connects to nothing: connections are opened when a call needs them, so an application starts while its
-/// database is down. No call blocks a thread of the runtime, and every call ends within
-/// [`Settings::with_call_timeout`]. Have one handle a process: it is the handle that knows which jobs are running.
+/// database is down. No call blocks a thread of the runtime, and every call but those that wait by their nature (the
+/// two `…_within`, [`SyncLock::run`], [`SyncLock::shutdown`]) ends within [`Settings::with_call_timeout`]. Have one
+/// handle a process: it is the handle that knows which jobs are running.
 ///
 /// # Panics
 ///
@@ -96,8 +97,9 @@ impl SyncLock {
         Ok(acquisition)
     }
 
-    /// Claims as [`SyncLock::acquire_lock`] does, and again while the answer is a conflict or a passing failure, for at most
-    /// this long. Between two attempts it holds neither a connection nor a thread. Whoever waits longest has no precedence.
+    /// Claims as [`SyncLock::acquire_lock`] does, and again while the answer is a conflict or a passing failure, until
+    /// this time is over. The last attempt is made at its end, and bounded like every call. Between two attempts it
+    /// holds neither a connection nor a thread. Whoever waits longest has no precedence.
     ///
     /// # Cancel safety
     ///
@@ -192,13 +194,15 @@ impl SyncLock {
     /// Gives up every lease of this handle and waits until their rows are free and their records closed, for
     /// applications that handle signals. No lease can be had afterwards.
     ///
-    /// Claims that are under way are waited for and undone if their callers are gone. Rows of [`SyncLock::acquire_lock`]
-    /// stay: this handle does not know whose they are. Jobs that [`SyncLock::run`] started are cancelled first and get ten seconds to end; a row whose job goes on is not
-    /// freed. Then the wait is bounded by the call timeout: an unreachable database leaves rows that expire.
+    /// Claims that are under way are waited for, and undone if their callers are gone. Jobs that [`SyncLock::run`] started
+    /// are cancelled first and get ten seconds to end; a row whose job goes on is renewed and not freed. The row of a lease
+    /// that the caller holds itself is freed whether or not its work has ended; what [`SyncLock::acquire_lock`] won is left
+    /// alone. Then the wait is bounded by the call timeout: an unreachable database leaves rows that expire.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future stops the wait and not the work.
+    /// Dropping the future stops the wait. Every lease stays lost and jobs are cancelled all the same, but leases
+    /// outside of [`SyncLock::run`] may then keep their rows until they are dropped.
     pub async fn shutdown(&self) {
         self.inner.closed.store(true, Ordering::SeqCst);
         let leases = self.inner.heartbeat.watched();

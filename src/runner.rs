@@ -35,8 +35,9 @@ pub enum RunOutcome<E> {
     StillRunning,
     /// Skipped: the database could not be asked, or could not answer.
     Unavailable(LockError),
-    /// The lease was lost while the job ran. The job was cancelled; what it did after the loss may have met the work of the
-    /// next holder.
+    /// The lease was lost while the job ran. The job was cancelled; what it did after the loss may have met the work of
+    /// the next holder. Also said of a job that had ended, where its row was gone by then or the answer to its end was
+    /// lost.
     Lost(Loss),
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Two rules hold everywhere. Age is judged by `clock_timestamp()` at the moment a row is looked at, never by the
 //! client's clock and never by the start of a transaction. And no statement depends on whether a timestamp column has a
-//! time zone: `extract(epoch …)` reads both kinds as UTC, and [`stamp!`] writes the column's own kind.
+//! time zone: `extract(epoch …)` reads both kinds as UTC, and `stamp!` writes the column's own kind.
 //!
 //! diesel caches a statement by its text and so prepares it once per connection. The values are bound once, in a `WITH`
 //! item that nothing refers to, so that the text may name them `$1`, `$2`, … as often as it likes.
@@ -94,6 +94,7 @@ pub(crate) struct Renewal {
 }
 
 /// What became of a run that ended.
+#[expect(clippy::struct_excessive_bools, reason = "the columns of a row")]
 #[derive(Clone, Copy, Debug, Queryable)]
 pub(crate) struct Ended {
     /// Its record says so now.
@@ -311,10 +312,13 @@ impl Store {
         self.statement::<(Text, Bool, Bool, Nullable<Text>)>(SQL, &binds).get_results(conn)
     }
 
-    /// Who holds a key: nothing for a free one, and `None` within for an orphan. Invariant: it reads, and takes no row lock.
-    pub(crate) fn holder(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<Option<String>>> {
+    /// Who holds a key: nobody, if it is free or an orphan. Invariant: it reads, and takes no row lock.
+    pub(crate) fn holder(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<String>> {
         const SQL: &str = r#" SELECT "syncRunId" FROM "sync_lock" WHERE "id" = $1"#;
-        self.statement::<Nullable<Text>>(SQL, &[Bind::Text(key.as_str())]).get_result(conn).optional()
+        self.statement::<Nullable<Text>>(SQL, &[Bind::Text(key.as_str())])
+            .get_result(conn)
+            .optional()
+            .map(Option::flatten)
     }
 
     /// Locks a lease's row until the end of the transaction, by renewing it, and says whether it was still there. Invariant:
