@@ -3,6 +3,8 @@
 //! | file | what it proves |
 //! | --- | --- |
 //! | `exclusion` | each respects the other's lock, takes over the other's stale row and never frees the other's |
+//! | `differential` | the same operations have the same answers and leave the same rows |
+//! | `time` | a peer whose clock or time zone is wrong, and the remedy |
 
 #![expect(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
@@ -12,4 +14,6 @@ mod support;
 
 mod peer;
 
+mod differential;
 mod exclusion;
+mod time;

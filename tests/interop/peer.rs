@@ -81,9 +81,21 @@ impl Peer {
     }
 }
 
+impl Peer {
+    /// Ends the process at once, as a crash does.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+    }
+
+    /// What a peer that was killed has said and nobody has heard.
+    pub fn rest(&self) -> Vec<Value> {
+        self.answers.iter().map(|line| serde_json::from_str(&line).unwrap_or(Value::String(line))).collect()
+    }
+}
+
 impl Drop for Peer {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        self.kill();
         let _ = self.child.wait();
     }
 }
