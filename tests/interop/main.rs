@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `exclusion` | each respects the other's lock, takes over the other's stale row and never frees the other's |
 //! | `differential` | the same operations have the same answers and leave the same rows |
+//! | `prisma` | Prisma's migration tool on the same folder, before and after ours |
+//! | `page` | `docs/compatibility.md` names tests that exist |
+//! | `soak` | four processes of each side contend for a minute with crashes, judged by a trigger |
 //! | `time` | a peer whose clock or time zone is wrong, and the remedy |
 
 #![expect(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test that cannot go on has failed")]
@@ -16,4 +19,7 @@ mod peer;
 
 mod differential;
 mod exclusion;
+mod page;
+mod prisma;
+mod soak;
 mod time;
