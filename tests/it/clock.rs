@@ -4,9 +4,9 @@ use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
 use sync_lock::blocking::{acquire_lock, complete_run, inspect, release_lock};
 use sync_lock::migrate::{Migration, migrate};
-use sync_lock::{Acquisition, LockState, MaxAge, RunReport, SyncType};
+use sync_lock::{Acquisition, LeaseAttempt, LockState, MaxAge, RunReport, SyncLock, SyncType};
 
-use crate::support::{TestDatabase, is_win, seconds, won};
+use crate::support::{TestDatabase, is_win, poll, seconds, won};
 
 /// Puts a clock in front of the server's own that is ahead by this much, for new connections to the database.
 fn set_clock_ahead(database: &TestDatabase, interval: &str) {
@@ -117,4 +117,29 @@ fn a_claim_inside_a_long_transaction_is_as_young_as_the_claim() {
         Ok(())
     })
     .expect("the stamp is of the claim, not of the start of the transaction");
+}
+
+#[tokio::test]
+async fn a_lease_on_columns_without_a_time_zone_is_renewed_fenced_and_ended_by_utc() {
+    let database = TestDatabase::new();
+    database.execute(
+        r#"ALTER TABLE "sync_lock" ALTER "acquiredAt" TYPE TIMESTAMP(3);
+           ALTER TABLE "IssueSyncRun" ALTER "startedAt" TYPE TIMESTAMP(3), ALTER "completedAt" TYPE TIMESTAMP(3);
+           DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET TimeZone = %L', current_database(), 'Asia/Kolkata'); END $$"#,
+    );
+    let settings = database.settings().with_heartbeat_interval(std::time::Duration::from_millis(20));
+    let locks = SyncLock::new(&settings).unwrap();
+    let LeaseAttempt::Leased(lease) = locks.lease(SyncType::Reconcile).await.unwrap() else { panic!("a free key") };
+    // As UTC, whatever the session says.
+    let young = r#"SELECT extract(epoch FROM clock_timestamp()) - extract(epoch FROM "acquiredAt") < 5 AS holds FROM "sync_lock""#;
+    database.back_date(100.0);
+    poll("a renewal", || database.holds(young));
+    database.back_date(100.0);
+    lease.transaction(|conn| diesel::sql_query("SELECT 1").execute(conn)).await.unwrap();
+    assert!(database.holds(young), "a fence renews");
+    assert!(lease.complete(&RunReport::default()).await.unwrap());
+    assert!(database.holds(
+        r#"SELECT "completedAt" >= "startedAt" AND abs(extract(epoch FROM clock_timestamp()) - extract(epoch FROM "completedAt")) < 60
+             AS holds FROM "IssueSyncRun""#
+    ));
 }
