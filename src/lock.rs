@@ -129,13 +129,13 @@ impl SyncLock {
         let attempt = match acquisition {
             Acquisition::Conflict { holder } => LeaseAttempt::Conflict { holder },
             Acquisition::Locked { run_id, acquired_at, displaced } => {
-                // From here on the lease's own drop frees the row.
                 let lease = Lease::new(self.clone(), &job, run_id, max_age, sent, acquired_at, displaced);
-                settle(unanswered);
                 self.inner.heartbeat.watch(lease.trust())?;
-                // A shutdown that came in between has not seen this lease.
-                self.refuse_if_closed()?;
-                return Ok(LeaseAttempt::Leased(lease));
+                // A shutdown that came in between has not seen this lease. It is handed over before its claim is settled, so
+                // that the shutdown waits for one or the other.
+                let lease = self.refuse_if_closed().map(|()| lease);
+                settle(unanswered);
+                return lease.map(LeaseAttempt::Leased);
             }
         };
         settle(unanswered);
