@@ -7,6 +7,9 @@
 //! then contenders who meet the row wait for it, at most 200 ms, and count it as a conflict. The transaction must be READ
 //! COMMITTED: under the stricter levels a lost race is a [`LockError::Serialization`] and the transaction has to be begun
 //! again. A transaction opened by a `BEGIN` of the caller's own text is not seen and gets no savepoint.
+//!
+//! The tables are those that the search path of the connection finds. Where the URL names a `schema`, run the functions
+//! in [`Settings::transaction`](crate::Settings::transaction), which sets it.
 
 use std::time::{Duration, Instant};
 
@@ -105,7 +108,7 @@ pub fn fail_run(conn: &mut PgConnection, run_id: &RunId, error_message: &str) ->
 /// Frees a key by force, for an operator, and says whether the run that was seen still held it. If not, nothing is freed.
 ///
 /// The key is taken as it stands in the table, `global` included. The run's record is closed as failed if the row was freed.
-/// A holder that is alive learns at its next renewal that its lease is lost.
+/// A holder of a lease learns at its next renewal that it is lost; one that does not renew learns nothing.
 ///
 /// # Errors
 ///

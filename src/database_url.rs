@@ -58,9 +58,9 @@ pub(crate) struct DatabaseUrl {
     pub(crate) conninfo: String,
     /// Prisma's `connection_limit`.
     pub(crate) connection_limit: Option<u32>,
-    /// Prisma's `pool_timeout`; zero means no limit.
+    /// Prisma's `pool_timeout`; zero means none but the call's own.
     pub(crate) pool_timeout: Option<Duration>,
-    /// Prisma's `socket_timeout`: how long one statement may take; zero means no limit.
+    /// Prisma's `socket_timeout`: the bound of a call of the handle; zero means that the default counts.
     pub(crate) socket_timeout: Option<Duration>,
     /// Where the tables are, unless the search path finds them.
     pub(crate) schema: Option<String>,

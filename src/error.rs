@@ -32,16 +32,16 @@ pub enum LockError {
     /// Another transaction came in between, under REPEATABLE READ or SERIALIZABLE. Begin the transaction again.
     #[error("the statement was in conflict with a concurrent transaction: try the transaction again")]
     Serialization(#[source] DieselError),
-    /// The server ended the statement: its `statement_timeout` (`socket_timeout` in the URL), or an operator did.
+    /// The server ended the statement: its `statement_timeout`, or an operator did.
     #[error("the server cancelled the statement: look for a table lock, or raise its statement_timeout")]
     Cancelled(#[source] DieselError),
     /// The row is locked by another transaction that did not end in time.
     #[error("the row is locked by another transaction: try again")]
     RowLocked(#[source] DieselError),
-    /// A server that is too old, by its `server_version_num`.
+    /// A server that is too old, by its `server_version_num`. Only the migration and the doctor look.
     #[error("the server's version {0} is not supported: PostgreSQL 14 or later is")]
     UnsupportedServer(i64),
-    /// The table is not there, or not in the search path of this role.
+    /// The table is not there: not in the URL's `schema`, or without one not in the search path of this role.
     #[error(
         "the table \"{0}\" does not exist: run Prisma's migrations first, or `sync-lock migrate --bootstrap` for a database that Prisma does not manage"
     )]

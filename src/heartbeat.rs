@@ -44,8 +44,8 @@ pub enum Loss {
         /// The new holder.
         by: RunId,
     },
-    /// The row is gone, or has no holder: somebody removed it. It is not made again. Also said by a fence, or by the
-    /// end of a run, that no longer finds its row: neither looks who has it instead.
+    /// The row is gone, or has no holder: somebody removed it. It is not made again. Also said of a run whose end no
+    /// longer finds its row: an end does not look who has it instead.
     #[error("the lease was lost: its row was removed")]
     Removed,
     /// No renewal was acknowledged in time. The row may still be ours, but nobody may rely on it.

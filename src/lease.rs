@@ -226,9 +226,10 @@ impl Lease {
         .await
     }
 
-    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, the run is recorded
-    /// as failed. Any further end is ignored and answered with `false`. So is an end that had to be sent again because
-    /// its answer was lost: the record then says how the run ended.
+    /// Completes the run, frees its row, and says whether the row was still this lease's. If not, or if the lease is
+    /// lost, the run is recorded as failed. Any further end is ignored and answered with `false`. An end that had to be
+    /// sent again because its answer was lost is answered by what the record says; of a job without a record, by whether
+    /// the lease could still be relied on.
     ///
     /// # Errors
     ///

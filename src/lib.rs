@@ -12,7 +12,7 @@
 //! | --- | --- |
 //! | `key` | [`SyncType`], [`LockKey`], [`Job`]: the map from jobs to rows |
 //! | `run` | [`RunId`] and [`RunReport`]: who holds a row, and how a run ends |
-//! | `store` | all SQL, one function a statement |
+//! | `store` | all SQL, one function a statement, for the search path or a schema of its own |
 //! | [`blocking`] | the lock over a connection of the caller's own |
 //! | `lock` | [`SyncLock`]: the lock for async code, waiting, shutdown |
 //! | `lease` | [`Lease`]: a lock that is renewed, says when it is lost, and fences writes |
@@ -22,8 +22,10 @@
 //! | `dedicated` | a connection outside of the pool, with a bound on every call |
 //! | `boottime` | a clock that goes on during suspend |
 //! | `pool` | connections for the async handle |
-//! | `config`, `database_url` | [`Settings`] and [`MaxAge`], from code or from the environment |
+//! | `config` | [`Settings`] and [`MaxAge`], from code or from the environment; every default |
+//! | `database_url` | `DATABASE_URL` in Prisma's dialect, turned into what libpq takes |
 //! | [`migrate`](mod@migrate) | the cleanup of the retired shared key |
+//! | `doctor` | what would break exclusion or the migration, with remedies (feature `cli`) |
 //! | `error` | [`LockError`]: why the database did not do what was asked |
 //! | `starvation`, `private_server` | the simulation and its throw-away Postgres, for demonstration, tests and benches |
 //! | `main`, `cli` | the program `sync-lock`: one file a subcommand, and the exit codes |

@@ -36,8 +36,8 @@ pub enum RunOutcome<E> {
     /// Skipped: the database could not be asked, or could not answer.
     Unavailable(LockError),
     /// The lease was lost while the job ran. The job was cancelled; what it did after the loss may have met the work of
-    /// the next holder. Also said of a job that had ended, where its row was gone by then or the answer to its end was
-    /// lost.
+    /// the next holder. Also said of a job that had ended, where its row was gone by then. That includes a last
+    /// transaction of its own that came through although its commit was not answered.
     Lost(Loss),
 }
 
@@ -74,7 +74,8 @@ impl SyncLock {
     /// The job runs as a task of its own. It gets the lease, for [`Lease::transaction`] and [`Lease::is_lost`], and is
     /// cancelled (its future dropped at the next await) when the lease is lost, its deadline is over
     /// ([`Job::with_deadline`]), or this future is dropped. The key counts as running in this process until the job's
-    /// future has really ended, and only then its row is freed: a job that blocks its thread keeps the next run out.
+    /// future has really ended and nobody uses the lease any more, and only then the row of a cancelled job is freed: a
+    /// job that blocks its thread, or the body of a fenced transaction that goes on, keeps the next run out.
     ///
     /// # Cancel safety
     ///

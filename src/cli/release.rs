@@ -8,7 +8,7 @@ use crate::cli::output::{print, shown};
 
 /// Free what a run holds, and close its record
 ///
-/// It frees nothing but the rows of this run, and may be repeated. A run that is alive learns that its lock is lost.
+/// It frees nothing but the rows of this run, and may be repeated. A run that renews its lock learns that it is lost.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// The run, as `status` shows it
@@ -31,7 +31,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
 
 /// Free a key, but only if its holder is still the one that you saw
 ///
-/// A holder that is alive learns that its lock is lost. If the holder has changed, nothing is freed (exit code 75).
+/// A holder that renews its lock learns that it is lost. If the holder has changed, nothing is freed (exit code 75).
 #[derive(clap::Args)]
 pub(crate) struct ForceArguments {
     /// The key, as `status` shows it
