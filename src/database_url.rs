@@ -58,7 +58,7 @@ pub(crate) struct DatabaseUrl {
     pub(crate) conninfo: String,
     /// Prisma's `connection_limit`.
     pub(crate) connection_limit: Option<u32>,
-    /// Prisma's `pool_timeout`; zero means none but the call's own.
+    /// Prisma's `pool_timeout`; zero means the default bound of a call.
     pub(crate) pool_timeout: Option<Duration>,
     /// Prisma's `socket_timeout`: the bound of a call of the handle; zero means that the default counts.
     pub(crate) socket_timeout: Option<Duration>,
