@@ -23,9 +23,9 @@ use crate::key::{Job, LEGACY_KEY, LockKey};
 use crate::run::{Ending, RunId, RunReport, owner_id};
 use crate::store::{self, Claim, Ended, Store};
 
-/// How often a statement outside a transaction is sent again after a serialization failure. Each failure means that
-/// some other contender got through.
-const SERIALIZATION_TRIES: u32 = 20;
+/// How often a statement outside a transaction is sent as it is while it fails to serialize, where that is the default of
+/// the database.
+const SERIALIZATION_TRIES: u32 = 3;
 
 /// The answer to a claim. A conflict is an ordinary outcome, like HTTP 409, and not an error.
 #[must_use = "a locked key stays locked until it is released or expires"]
@@ -307,16 +307,21 @@ impl Store {
         let outcome = if in_transaction(conn) {
             conn.transaction(|conn| statement(conn))
         } else {
-            let repeatable = DatabaseErrorKind::SerializationFailure;
+            let failed = |outcome: &QueryResult<T>| {
+                matches!(outcome, Err(DieselError::DatabaseError(DatabaseErrorKind::SerializationFailure, _)))
+            };
             let mut tries = 1;
-            loop {
-                match statement(conn) {
-                    Err(DieselError::DatabaseError(kind, _)) if kind == repeatable && tries < SERIALIZATION_TRIES => {
-                        tries += 1;
-                    }
-                    outcome => break outcome,
-                }
+            let mut outcome = statement(conn);
+            while failed(&outcome) && tries < SERIALIZATION_TRIES {
+                tries += 1;
+                outcome = statement(conn);
             }
+            // Every statement is right under READ COMMITTED, where it cannot fail this way. It is not the first choice because
+            // it costs the round trips of a transaction.
+            if failed(&outcome) {
+                outcome = conn.build_transaction().read_committed().run(|conn| statement(conn));
+            }
+            outcome
         };
         outcome.map_err(|error| self.explain(conn, error, sent.elapsed()))
     }

@@ -135,17 +135,18 @@ impl Settings {
     /// A URL that cannot be used, with what to change. No part of the URL but a parameter's name is repeated.
     pub fn new(database_url: &str) -> Result<Self, InvalidDatabaseUrl> {
         let url = DatabaseUrl::parse(database_url)?;
+        let call_timeout = url.socket_timeout.filter(|bound| !bound.is_zero()).unwrap_or(CALL_TIMEOUT);
         Ok(Self {
             store: Store::new(url.schema.as_deref()),
             max_age: MaxAge::DEFAULT,
             pool_size: url.connection_limit.unwrap_or(5),
             // Zero is no limit to Prisma; here the call's own bound ends every wait.
             pool_timeout: match url.pool_timeout {
-                Some(Duration::ZERO) => CALL_TIMEOUT,
+                Some(Duration::ZERO) => call_timeout,
                 Some(wait) => wait,
                 None => Duration::from_secs(10),
             },
-            call_timeout: url.socket_timeout.filter(|bound| !bound.is_zero()).unwrap_or(CALL_TIMEOUT),
+            call_timeout,
             heartbeat_interval: LONGEST_HEARTBEAT_INTERVAL,
             url,
         })

@@ -15,6 +15,7 @@ use crate::error::LockError;
 use crate::heartbeat::{Loss, Trust};
 use crate::key::{Job, LockKey};
 use crate::lock::SyncLock;
+use crate::pool::Pool;
 use crate::run::{Ending, RunId, RunReport, owner_id};
 use crate::runner::Turn;
 use crate::store::Store;
@@ -305,7 +306,12 @@ impl Lease {
                     match outcome {
                         // Nothing has happened yet: another connection may do better.
                         Err(FencedError::Lock(error @ LockError::ConnectionLost(_))) if body.is_some() => Err(error),
-                        outcome => Ok(outcome),
+                        outcome => {
+                            if let Err(FencedError::Lock(error)) = &outcome {
+                                Pool::give_up_after(error, conn);
+                            }
+                            Ok(outcome)
+                        }
                     }
                 });
                 let outcome = outcome.unwrap_or_else(|error| Err(FencedError::Lock(error)));

@@ -214,7 +214,7 @@ impl SyncLock {
         for trust in &leases {
             let goes_on = !ended && self.inner.running.borrow().contains(&trust.key);
             if goes_on {
-                tracing::error!(key = %trust.key, run_id = %trust.run_id, "the job does not end: its row is left to expire");
+                tracing::error!(key = %trust.key, run_id = %trust.run_id, "the job does not end: its row is renewed until this process ends, and then left to expire");
             } else if trust.end() {
                 self.end_in_background(trust, Ending::Failed(Loss::ShutDown.to_string()));
             }

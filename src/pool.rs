@@ -70,18 +70,25 @@ impl Pool {
         loop {
             let mut conn = self.checkout(deadline)?;
             match call(&mut conn) {
-                Err(LockError::ConnectionLost(_)) if dead < self.size && Instant::now() < deadline => {
-                    dead += 1;
-                    give_up(&mut conn);
+                Err(error) => {
+                    Self::give_up_after(&error, &mut conn);
+                    match error {
+                        LockError::ConnectionLost(_) if dead < self.size && Instant::now() < deadline => dead += 1,
+                        LockError::RowLocked(_) if locked < ROW_LOCK_TRIES && Instant::now() < deadline => locked += 1,
+                        error => return Err(error),
+                    }
                 }
-                // After a failover a new connection may find the new primary.
-                Err(error @ (LockError::ConnectionLost(_) | LockError::ReadOnly(_))) => {
-                    give_up(&mut conn);
-                    return Err(error);
-                }
-                Err(LockError::RowLocked(_)) if locked < ROW_LOCK_TRIES && Instant::now() < deadline => locked += 1,
-                outcome => return outcome,
+                Ok(value) => return Ok(value),
             }
+        }
+    }
+
+    /// Makes the pool close a connection after an error that another one may not meet: it is broken, or leads to a node that
+    /// became read-only. diesel by itself does not mark one as broken that the server closed before the statement was
+    /// prepared on it, and the pool would hand it out for ever.
+    pub(crate) fn give_up_after(error: &LockError, conn: &mut PgConnection) {
+        if matches!(error, LockError::ConnectionLost(_) | LockError::ReadOnly(_)) {
+            AnsiTransactionManager::transaction_manager_status_mut(conn).set_in_error();
         }
     }
 
@@ -116,12 +123,6 @@ impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pool").field("size", &self.size).field("timeout", &self.timeout).finish_non_exhaustive()
     }
-}
-
-/// Makes the pool close a connection. diesel by itself does not mark one as broken that the server closed before the
-/// statement was prepared on it, and the pool would hand it out for ever.
-fn give_up(conn: &mut PgConnection) {
-    AnsiTransactionManager::transaction_manager_status_mut(conn).set_in_error();
 }
 
 #[derive(Debug)]

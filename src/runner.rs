@@ -222,8 +222,9 @@ fn skipped_reason<E: fmt::Display>(outcome: &RunOutcome<E>) -> Option<String> {
 
 async fn completed<E>(lease: &Lease, report: RunReport) -> RunOutcome<E> {
     let lost = || RunOutcome::Lost(lease.loss().unwrap_or(Loss::Removed));
-    if lease.is_lost() {
-        return lost();
+    if let Some(loss) = lease.loss() {
+        lease.say_if_dropped(loss.to_string());
+        return RunOutcome::Lost(loss);
     }
     match lease.complete(&report).await {
         Ok(true) => RunOutcome::Completed(report),

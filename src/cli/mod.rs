@@ -13,6 +13,9 @@ mod status;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use diesel::connection::SimpleConnection;
+use diesel::prelude::*;
+use sync_lock::{LockError, Settings};
 use tracing_subscriber::EnvFilter;
 
 use exit::Failure;
@@ -75,6 +78,17 @@ pub(crate) fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments).map(done),
     };
     outcome.unwrap_or_else(|failure| failure.report())
+}
+
+/// Runs a transaction of an operator's command. Nobody waits for ever behind a table lock.
+fn bounded_transaction<T>(
+    settings: &Settings,
+    body: impl FnOnce(&mut PgConnection) -> Result<T, LockError>,
+) -> Result<T, LockError> {
+    settings.transaction(&mut settings.connect()?, |conn| {
+        conn.batch_execute("SET LOCAL statement_timeout = '10s'")?;
+        body(conn)
+    })
 }
 
 /// Warnings of the library reach people; `RUST_LOG` shows more.

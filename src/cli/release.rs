@@ -1,10 +1,10 @@
 //! `sync-lock release` and `sync-lock force-release`: for operators.
 
-use sync_lock::{LockError, RunId, Settings, blocking};
+use sync_lock::{RunId, Settings, blocking};
 
-use crate::cli::Failure;
 use crate::cli::exit;
 use crate::cli::output::{print, shown};
+use crate::cli::{Failure, bounded_transaction};
 
 /// Free what a run holds, and close its record
 ///
@@ -18,12 +18,12 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let settings = Settings::from_env()?;
-    let freed = settings.transaction(&mut settings.connect()?, |conn| {
+    let freed = bounded_transaction(&settings, |conn| {
         let freed = blocking::release_lock(conn, &arguments.run_id)?;
         if freed {
             blocking::fail_run(conn, &arguments.run_id, "the lock was released by an operator")?;
         }
-        Ok::<_, LockError>(freed)
+        Ok(freed)
     })?;
     let run_id = shown(arguments.run_id.as_str());
     print(&if freed { format!("freed what {run_id} held\n") } else { format!("{run_id} holds nothing\n") })
@@ -45,7 +45,7 @@ pub(crate) struct ForceArguments {
 pub(crate) fn force(arguments: &ForceArguments) -> Result<(), Failure> {
     let ForceArguments { key, holder } = arguments;
     let settings = Settings::from_env()?;
-    let freed = settings.transaction(&mut settings.connect()?, |conn| blocking::force_release(conn, key, holder))?;
+    let freed = bounded_transaction(&settings, |conn| blocking::force_release(conn, key, holder))?;
     let (key, holder) = (shown(key), shown(holder.as_str()));
     if !freed {
         let message = format!("{key} is not held by {holder} any more, and stays as it is: look again with `status`");

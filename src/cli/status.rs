@@ -1,12 +1,11 @@
 //! `sync-lock status`: who holds what.
 
 use chrono::SecondsFormat;
-use diesel::connection::SimpleConnection;
 use serde::Serialize;
-use sync_lock::{LockError, LockRow, MaxAge, Settings, blocking};
+use sync_lock::{LockRow, MaxAge, Settings, blocking};
 
-use crate::cli::Failure;
 use crate::cli::output::{age, print, shown, table};
+use crate::cli::{Failure, bounded_transaction};
 
 /// List the locks: key, holder, age and state
 ///
@@ -22,11 +21,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Failure> {
     let settings = Settings::from_env()?;
     let max_age = settings.max_age();
-    // Nobody waits for ever to be told who holds what.
-    let rows = settings.transaction(&mut settings.connect()?, |conn| {
-        conn.batch_execute("SET LOCAL statement_timeout = '10s'").map_err(LockError::from)?;
-        blocking::inspect(conn, max_age)
-    })?;
+    let rows = bounded_transaction(&settings, |conn| blocking::inspect(conn, max_age))?;
     if arguments.json { print(&json(&rows, max_age)?) } else { print(&human(&rows, max_age)) }
 }
 

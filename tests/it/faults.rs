@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use diesel::connection::SimpleConnection;
 use diesel::prelude::*;
-use sync_lock::{LeaseAttempt, LockError, RunReport, Settings, SyncLock, SyncType};
+use sync_lock::{FencedError, LeaseAttempt, LockError, RunReport, Settings, SyncLock, SyncType};
 
 use crate::support::wire::Wire;
 use crate::support::{PATIENCE, TestDatabase, expect_exit, is_win, key, poll, seconds, sync_lock, won};
@@ -27,8 +27,11 @@ async fn a_node_that_became_read_only_is_told_and_left_behind_when_it_takes_writ
     let database = TestDatabase::new();
     let locks = SyncLock::new(&database.settings().with_pool_size(1)).unwrap();
     let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+    let LeaseAttempt::Leased(lease) = locks.lease(SyncType::StaleWork).await.unwrap() else { panic!("a free key") };
     set(&database, "default_transaction_read_only = on");
     end_every_connection(&database);
+    let fenced = lease.transaction(|conn| diesel::sql_query("SELECT 1").execute(conn)).await;
+    assert!(matches!(fenced, Err(FencedError::Lock(LockError::ReadOnly(_)))), "{fenced:?}");
     let error = locks.acquire_lock(SyncType::Automation).await.unwrap_err();
     assert!(matches!(error, LockError::ReadOnly(_)) && error.is_transient(), "{error:?}");
     let (_, stderr) = expect_exit(&mut sync_lock(&database.url(), &["migrate"]), 69);
@@ -39,6 +42,10 @@ async fn a_node_that_became_read_only_is_told_and_left_behind_when_it_takes_writ
     admin
         .batch_execute("DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = off', current_database()); END $$")
         .unwrap();
+    lease
+        .transaction(|conn| diesel::sql_query("SELECT 1").execute(conn))
+        .await
+        .unwrap_or_else(|_| panic!("the pool has left the read-only connection behind"));
     assert!(is_win(&locks.acquire_lock(SyncType::Automation).await.unwrap()), "no restart of the process was needed");
     assert!(locks.release_lock(&run).await.unwrap());
 }
