@@ -6,6 +6,7 @@
 //! | `differential` | the same operations have the same answers and leave the same rows |
 //! | `prisma` | Prisma's migration tool on the same folder, before and after ours |
 //! | `page` | `docs/compatibility.md` names tests that exist |
+//! | `server` | the example `server`, by real HTTP requests |
 //! | `soak` | four processes of each side contend for a minute with crashes, judged by a trigger |
 //! | `time` | a peer whose clock or time zone is wrong, and the remedy |
 
@@ -21,5 +22,6 @@ mod differential;
 mod exclusion;
 mod page;
 mod prisma;
+mod server;
 mod soak;
 mod time;
