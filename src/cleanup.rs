@@ -138,7 +138,10 @@ impl Shared {
     /// Puts a leftover back and waits, and says how long to wait the next time. A new leftover ends the wait.
     fn later(&self, leftover: Leftover, give_up: Option<Instant>, pause: Duration) -> Duration {
         let mut queue = self.queue();
+        let others_wait = !queue.leftovers.is_empty();
         queue.leftovers.push_back((leftover, give_up));
+        // The others get their turn first, but not one of them without a pause.
+        let pause = if others_wait { PAUSES.0 } else { pause };
         drop(self.wake.wait_timeout(queue, pause));
         (pause * 2).min(PAUSES.1)
     }

@@ -3,7 +3,6 @@
 //! libpq refuses half of Prisma's parameters and prints parts of a URL it cannot read, so the URL is never handed to it:
 //! a maintained parser takes it apart and libpq gets quoted keywords.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
@@ -77,8 +76,8 @@ impl DatabaseUrl {
         if text.is_empty() {
             return Err(InvalidDatabaseUrl::Empty);
         }
-        let (text, hosts) = without_hosts(text);
-        let url = Url::parse(&text).map_err(InvalidDatabaseUrl::Unreadable)?;
+        let Parts { rest, hosts, path } = Parts::of(text);
+        let url = Url::parse(&rest).map_err(InvalidDatabaseUrl::Unreadable)?;
         if !matches!(url.scheme(), "postgres" | "postgresql") {
             return Err(InvalidDatabaseUrl::Scheme);
         }
@@ -86,12 +85,12 @@ impl DatabaseUrl {
         for (name, value) in DEFAULTS {
             libpq.set(name, value);
         }
-        libpq.set_hosts(hosts.as_deref().unwrap_or_default())?;
+        libpq.set_hosts(hosts)?;
         libpq.set("user", &decode("user", url.username())?);
         if let Some(password) = url.password() {
             libpq.set("password", &decode("password", password)?);
         }
-        libpq.set("dbname", &decode("database", url.path().trim_start_matches('/'))?);
+        libpq.set("dbname", &decode("database", path)?);
 
         let mut parsed = Self {
             conninfo: String::new(),
@@ -238,16 +237,27 @@ pub enum InvalidDatabaseUrl {
     },
 }
 
-/// Puts a host that any URL parser takes into the place of the hosts, which may be several, none after a user, or the
-/// folder of a socket, and hands them out.
-fn without_hosts(text: &str) -> (Cow<'_, str>, Option<String>) {
-    let Some((scheme, rest)) = text.split_once("://") else { return (text.into(), None) };
-    let (authority, tail) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-    let (user, hosts) = match authority.rsplit_once('@') {
-        Some((user, hosts)) => (format!("{user}@"), hosts),
-        None => (String::new(), authority),
-    };
-    (format!("{scheme}://{user}host{tail}").into(), Some(hosts.to_owned()))
+/// A URL without what a URL parser would change or refuse.
+struct Parts<'a> {
+    /// The URL with a host that any parser takes, and without a path.
+    rest: String,
+    /// Several, or none after a user, or the folder of a socket.
+    hosts: &'a str,
+    /// The database, in which a parser would take `.` for a folder.
+    path: &'a str,
+}
+
+impl<'a> Parts<'a> {
+    fn of(text: &'a str) -> Self {
+        let Some((scheme, rest)) = text.split_once("://") else {
+            return Self { rest: text.to_owned(), hosts: "", path: "" };
+        };
+        let (location, query) = rest.split_at(rest.find(['?', '#']).unwrap_or(rest.len()));
+        let (authority, path) = location.split_at(location.find('/').unwrap_or(location.len()));
+        let (user, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+        let at = if user.is_empty() { "" } else { "@" };
+        Self { rest: format!("{scheme}://{user}{at}host/{query}"), hosts, path: path.trim_start_matches('/') }
+    }
 }
 
 fn decode(part: &'static str, text: &str) -> Result<String, InvalidDatabaseUrl> {
@@ -415,6 +425,15 @@ mod tests {
         for nowhere in ["postgresql:///app", "postgresql://me@/app", "postgresql://me:hunter2@/app?schema=x"] {
             assert_eq!(read(nowhere), Err(InvalidDatabaseUrl::NoHost), "{nowhere}");
         }
+    }
+
+    #[test]
+    fn a_database_may_have_any_name() {
+        for (path, name) in [(".", "."), ("..", ".."), ("%2E", "."), ("a%2Fb", "a/b"), ("a/b", "a/b"), ("%20", " ")] {
+            assert_read(&format!("postgresql://h/{path}?connect_timeout=0"), &[("host", "h"), ("dbname", name)]);
+        }
+        assert_read("postgresql://h", &[("host", "h")]);
+        assert_read("postgresql://h?application_name=x", &[("host", "h"), ("application_name", "x")]);
     }
 
     #[test]

@@ -207,19 +207,39 @@ pub(crate) fn find_obstacle(store: &Store, conn: &mut PgConnection) -> Option<Lo
     first.map(LockError::of_obstacle).or_else(|| find_wrong_column(store, conn))
 }
 
-/// The first column of `sync_lock` that is not as Prisma made it.
+/// The first column that is not as Prisma made it, in both tables, or a key that is missing.
 pub(crate) fn find_wrong_column(store: &Store, conn: &mut PgConnection) -> Option<LockError> {
-    const TABLE: &str = "sync_lock";
-    let columns = store.columns(conn, TABLE).ok()?;
-    let wrong = |column, expected, fits: fn(&str) -> bool| {
-        let found = columns.iter().any(|(name, kind)| name == column && fits(kind));
-        (!found).then_some(LockError::WrongTable { table: TABLE, column, expected })
-    };
-    let text = |kind: &str| matches!(kind, "text" | "character varying");
-    let time = |kind: &str| matches!(kind, "timestamp with time zone" | "timestamp without time zone");
-    wrong("id", "TEXT", text)
-        .or_else(|| wrong("syncRunId", "TEXT", text))
-        .or_else(|| wrong("acquiredAt", "TIMESTAMPTZ", time))
+    /// What a column should be, and what counts as that.
+    type Kind = (&'static str, &'static [&'static str]);
+    const TEXT: Kind = ("TEXT", &["text", "character varying"]);
+    const TIME: Kind = ("TIMESTAMPTZ", &["timestamp with time zone", "timestamp without time zone"]);
+    const WHOLE: Kind = ("INTEGER", &["integer", "bigint"]);
+    const COLUMNS: [(&str, &str, Kind); 12] = [
+        ("sync_lock", "id", TEXT),
+        ("sync_lock", "syncRunId", TEXT),
+        ("sync_lock", "acquiredAt", TIME),
+        ("IssueSyncRun", "id", TEXT),
+        ("IssueSyncRun", "status", TEXT),
+        ("IssueSyncRun", "syncType", TEXT),
+        ("IssueSyncRun", "reposFetched", WHOLE),
+        ("IssueSyncRun", "syncedCount", WHOLE),
+        ("IssueSyncRun", "errorMessage", TEXT),
+        ("IssueSyncRun", "notes", TEXT),
+        ("IssueSyncRun", "startedAt", TIME),
+        ("IssueSyncRun", "completedAt", TIME),
+    ];
+    for table in ["sync_lock", "IssueSyncRun"] {
+        let found = store.columns(conn, table).ok()?;
+        for (_, column, (expected, kinds)) in COLUMNS.into_iter().filter(|(of, _, _)| *of == table) {
+            if !found.iter().any(|(name, kind)| name == column && kinds.contains(&kind.as_str())) {
+                return Some(LockError::WrongTable { table, column, expected });
+            }
+        }
+        if !store.has_key(conn, table).ok()? {
+            return Some(LockError::WrongTable { table, column: "id", expected: "PRIMARY KEY" });
+        }
+    }
+    None
 }
 
 /// Whether diesel has a transaction open on the connection.

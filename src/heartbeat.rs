@@ -39,7 +39,7 @@ const CALL_BOUNDS: (Duration, Duration) = (Duration::from_millis(150), Duration:
 #[non_exhaustive]
 pub enum Loss {
     /// Another run holds the key: the row had expired.
-    #[error("the lease was lost: run {by} took the lock over")]
+    #[error("the lease was lost: run {} took the lock over", .by.as_str().escape_debug())]
     TakenOver {
         /// The new holder.
         by: RunId,
@@ -289,7 +289,11 @@ impl Shared {
                 let soon = |beat: &&Beat| beat.due <= now + beat.trust.interval / 4;
                 return Some(beats.watched.values().filter(soon).map(|beat| Arc::clone(&beat.trust)).collect());
             }
-            let next = beats.watched.values().map(|beat| beat.due.min(now.saturating_add(beat.trust.left()))).min();
+            // The end of trust is told in time; where it is over, only the next beat is left to wait for.
+            let deadline =
+                |trust: &Trust| Some(trust.left()).filter(|left| !left.is_zero()).map(|left| now.saturating_add(left));
+            let wake = |beat: &Beat| deadline(&beat.trust).map_or(beat.due, |deadline| beat.due.min(deadline));
+            let next = beats.watched.values().map(wake).min();
             let pause = next.map_or(IDLE, |next| next.saturating_sub(now));
             beats = match self.wake.wait_timeout(beats, pause) {
                 Ok((beats, _)) => beats,

@@ -110,3 +110,8 @@ pub use runner::{JobFailure, RunOutcome, ScheduledReport};
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The examples of the port guide, compiled as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/port.md")]
+struct PortGuide;

@@ -93,7 +93,7 @@ pub enum MigrateError {
     /// A `global` row is alive: some replica still uses the retired shared key.
     #[error(
         "the row \"global\" is alive, held by {holder}, {age_seconds:.0} s old: a replica still uses the shared key. Stop it or let its run end, then migrate again (`--wait` waits)",
-        holder = .0.holder.as_ref().map_or("nobody", |holder| holder.as_str()),
+        holder = .0.holder.as_ref().map_or("nobody", |holder| holder.as_str()).escape_debug(),
         age_seconds = .0.age_seconds,
     )]
     Live(Box<LockRow>),

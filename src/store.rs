@@ -449,6 +449,16 @@ impl Store {
         self.statement::<(Nullable<Text>, Text)>(SQL, &[Bind::Text(self.prefix())]).get_results(conn)
     }
 
+    /// Whether no two rows of a table can have the same `id`, which the claim's `ON CONFLICT` builds on. Invariant: it only
+    /// reads the catalog.
+    pub(crate) fn has_key(&self, conn: &mut PgConnection, table: &str) -> QueryResult<bool> {
+        const SQL: &str = r" SELECT EXISTS (
+            SELECT 1 FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+            WHERE i.indrelid = to_regclass($2 || quote_ident($1)) AND i.indisunique AND i.indisvalid AND i.indpred IS NULL
+              AND i.indnkeyatts = 1 AND a.attname = 'id')";
+        self.statement::<Bool>(SQL, &[Bind::Text(table), Bind::Text(self.prefix())]).get_result(conn)
+    }
+
     /// The columns of a table, as name and type. Empty if there is no such table. Invariant: it only reads the catalog.
     pub(crate) fn columns(&self, conn: &mut PgConnection, table: &str) -> QueryResult<Vec<(String, String)>> {
         const SQL: &str = r", one AS (SELECT to_regclass($2 || quote_ident($1)) AS oid)

@@ -4,6 +4,8 @@ use std::error::Error;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use crate::cli::output::printable;
+
 use diesel::ConnectionError;
 use diesel::result::{DatabaseErrorKind, Error as DieselError};
 use sync_lock::migrate::MigrateError;
@@ -44,8 +46,8 @@ impl Failure {
     }
 
     /// A failure in the words of the command itself.
-    pub(crate) fn told(code: u8, message: String) -> Self {
-        Self { code, message }
+    pub(crate) fn told(code: u8, message: &str) -> Self {
+        Self { code, message: printable(message) }
     }
 
     fn new(code: u8, error: &dyn Error) -> Self {
@@ -60,7 +62,7 @@ impl Failure {
             message.push_str(" (if this looks like a bug, report it with this line and the output of RUST_LOG=debug)");
         }
         let message = message.lines().map(str::trim).collect::<Vec<_>>().join(" ");
-        Self { code, message }
+        Self::told(code, &message)
     }
 
     /// Prints the line and hands out the code.

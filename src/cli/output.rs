@@ -34,9 +34,23 @@ pub(crate) fn age(seconds: f64) -> String {
     }
 }
 
-/// Text from the database on a terminal: whatever would move the cursor is shown escaped.
+/// Text from the database on a terminal: whatever would move the cursor or turn the line around is shown escaped.
 pub(crate) fn shown(text: &str) -> String {
-    if text.is_empty() || text.chars().any(char::is_control) { format!("{text:?}") } else { text.to_owned() }
+    if text.is_empty() || text.contains(moves_the_cursor) {
+        format!("\"{}\"", printable(text))
+    } else {
+        text.to_owned()
+    }
+}
+
+/// A line that may hold text from the database.
+pub(crate) fn printable(line: &str) -> String {
+    let escaped = |c: char| if moves_the_cursor(c) { c.escape_debug().to_string() } else { c.to_string() };
+    line.chars().map(escaped).collect()
+}
+
+fn moves_the_cursor(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]
@@ -55,6 +69,8 @@ mod tests {
     fn text_that_would_move_the_cursor_is_escaped() {
         assert_eq!(shown("läuft ✓"), "läuft ✓");
         assert_eq!(shown("a\u{1b}[2Jb"), "\"a\\u{1b}[2Jb\"");
+        assert_eq!(shown("a\nb"), "\"a\\nb\"");
+        assert_eq!(shown("a\u{202e}b"), "\"a\\u{202e}b\"");
         assert_eq!(shown(""), "\"\"");
     }
 }

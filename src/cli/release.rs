@@ -49,7 +49,7 @@ pub(crate) fn force(arguments: &ForceArguments) -> Result<(), Failure> {
     let (key, holder) = (shown(key), shown(holder.as_str()));
     if !freed {
         let message = format!("{key} is not held by {holder} any more, and stays as it is: look again with `status`");
-        return Err(Failure::told(exit::TRY_AGAIN, message));
+        return Err(Failure::told(exit::TRY_AGAIN, &message));
     }
     print(&format!("freed {key}, which {holder} held\n"))
 }

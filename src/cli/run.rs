@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::cli::Failure;
 use crate::cli::exit;
-use crate::cli::output::{age, shown};
+use crate::cli::output::{age, printable, shown};
 
 /// How long the command may take to end after the signal that was passed on, and the rest of its group after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
@@ -29,13 +29,16 @@ const GRACE_AFTER_LOSS: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(10);
 
 /// The signals that are passed on, and whether the command is expected to end by them.
-const SIGNALS: [(Signal, bool); 6] = [
+const SIGNALS: [(Signal, bool); 8] = [
     (Signal::SIGTERM, true),
     (Signal::SIGINT, true),
     (Signal::SIGHUP, true),
     (Signal::SIGQUIT, true),
     (Signal::SIGUSR1, false),
     (Signal::SIGUSR2, false),
+    // Ctrl-Z stops the command and not the heartbeat.
+    (Signal::SIGTSTP, false),
+    (Signal::SIGCONT, false),
 ];
 
 /// Run a command under the lock of a job
@@ -88,7 +91,7 @@ fn job(arguments: &Arguments) -> Result<Job, Failure> {
             key.clone().recorded_as(sync_type.as_str()).map_err(|error| Failure::usage(&error))
         }
         (None, Some(key), None) => Ok(key.clone().into()),
-        (None, None, _) => Err(Failure::told(exit::USAGE, "name a sync type or a --key".to_owned())),
+        (None, None, _) => Err(Failure::told(exit::USAGE, "name a sync type or a --key")),
     }
 }
 
@@ -112,7 +115,7 @@ async fn under_lock(locks: &SyncLock, job: Job, arguments: &Arguments) -> Result
                     format!("{}, claimed or renewed {ago} ago", shown(holder.run_id.as_str()))
                 },
             );
-            return Err(Failure::told(exit::TRY_AGAIN, format!("the lock is held by {holder}")));
+            return Err(Failure::told(exit::TRY_AGAIN, &format!("the lock is held by {holder}")));
         }
     };
     let group = match start(&arguments.command) {
@@ -120,9 +123,10 @@ async fn under_lock(locks: &SyncLock, job: Job, arguments: &Arguments) -> Result
         Err(error) => {
             let program = arguments.command.first().map(|program| program.to_string_lossy().into_owned());
             let message = format!("cannot run {:?}: {error}", program.unwrap_or_default());
-            lease.fail(&message).await?;
+            // What cannot be written now is written in the background; the command's own trouble is what matters here.
+            let _ = lease.fail(&message).await;
             let code = if error.kind() == io::ErrorKind::NotFound { exit::NOT_FOUND } else { exit::NOT_EXECUTABLE };
-            return Err(Failure::told(code, message));
+            return Err(Failure::told(code, &message));
         }
     };
     let (status, loss) = supervise(&lease, group, &mut signals).await;
@@ -135,15 +139,19 @@ async fn under_lock(locks: &SyncLock, job: Job, arguments: &Arguments) -> Result
 /// The command as the leader of a process group of its own.
 fn start(command: &[OsString]) -> io::Result<Group> {
     let (program, arguments) = command.split_first().ok_or(io::ErrorKind::InvalidInput)?;
-    let child = Command::new(program).args(arguments).process_group(0).spawn()?;
-    let leader = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
+    // The waiter comes first: a command that was started must never be without one.
+    let (hand_over, started) = std::sync::mpsc::channel();
     let (tell, ended) = oneshot::channel();
     thread::Builder::new().name("sync-lock-wait".to_owned()).spawn(move || {
-        if let Some(status) = wait_for(leader) {
+        if let Some(status) = started.recv().ok().and_then(wait_for) {
             // Nobody listens any more if the program itself ends.
             let _ = tell.send(status);
         }
     })?;
+    let child = Command::new(program).args(arguments).process_group(0).spawn()?;
+    let leader = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
+    // The waiter waits for it.
+    let _ = hand_over.send(leader);
     Ok(Group { leader, ended, status: None })
 }
 
@@ -181,6 +189,12 @@ impl Group {
         let _ = killpg(self.leader, signal);
     }
 
+    /// A signal to end by reaches a process that was stopped only when it goes on.
+    fn end_by(&self, signal: Signal) {
+        self.signal(signal);
+        self.signal(Signal::SIGCONT);
+    }
+
     /// Waits for the end of every process of the group.
     async fn gone_within(&mut self, bound: Duration) -> bool {
         let started = Instant::now();
@@ -208,7 +222,7 @@ impl Group {
         if self.gone_within(Duration::ZERO).await {
             return;
         }
-        self.signal(Signal::SIGTERM);
+        self.end_by(Signal::SIGTERM);
         if !self.gone_within(grace).await {
             self.signal(Signal::SIGKILL);
             self.gone_within(GRACE).await;
@@ -235,7 +249,7 @@ async fn supervise(
             () = group.leader_ended() => break None,
             loss = lease.lost() => break Some(loss),
             Some((signal, ends)) = signals.recv() => {
-                group.signal(signal);
+                if ends { group.end_by(signal) } else { group.signal(signal) }
                 if ends {
                     stop_at.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
                 }
@@ -257,7 +271,7 @@ async fn stopped(lease: &Lease, loss: &Loss) -> Failure {
     if let Err(error) = lease.fail(&loss.to_string()).await {
         tracing::warn!(%error, "the end of the run could not be written yet");
     }
-    Failure::told(exit::LOST, format!("{loss}. The command was stopped"))
+    Failure::told(exit::LOST, &format!("{loss}. The command was stopped"))
 }
 
 /// Writes the end of the run and hands out the command's own exit code.
@@ -283,7 +297,7 @@ async fn report(lease: &Lease, status: ExitStatus) -> Result<ExitCode, Failure> 
     };
     match still_ours {
         Ok(true) => Ok(code),
-        Ok(false) => Err(Failure::told(exit::LOST, "the lock was lost before the command ended".to_owned())),
+        Ok(false) => Err(Failure::told(exit::LOST, "the lock was lost before the command ended")),
         Err(error) => {
             tracing::warn!(%error, "the end of the run could not be written yet");
             Ok(code)
@@ -291,15 +305,26 @@ async fn report(lease: &Lease, status: ExitStatus) -> Result<ExitCode, Failure> 
     }
 }
 
-/// Listens for every signal that is passed on.
+/// Listens for every signal that is passed on, but for those that whoever started us had us ignore, as `nohup` does.
 fn listen() -> io::Result<mpsc::UnboundedReceiver<(Signal, bool)>> {
     let (tell, heard) = mpsc::unbounded_channel();
-    for (number, ends) in SIGNALS {
+    let ignored = ignored_signals();
+    for (number, ends) in SIGNALS.into_iter().filter(|(number, _)| !ignored.contains(number)) {
         let mut stream = signal(SignalKind::from_raw(number as i32))?;
         let tell = tell.clone();
         tokio::spawn(async move { while stream.recv().await.is_some() && tell.send((number, ends)).is_ok() {} });
     }
+    // With SIGCHLD ignored nobody could learn how the command ended. A handler is not inherited by it.
+    let _ = signal(SignalKind::child())?;
     Ok(heard)
+}
+
+fn ignored_signals() -> Vec<Signal> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).map(str::trim);
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or_default();
+    let is_ignored = |number: &Signal| mask >> (*number as i32 - 1) & 1 == 1;
+    SIGNALS.into_iter().map(|(number, _)| number).filter(is_ignored).collect()
 }
 
 fn by_signal(signal: i32) -> ExitCode {
@@ -308,5 +333,5 @@ fn by_signal(signal: i32) -> ExitCode {
 
 fn complain(message: &str) {
     // With stderr closed there is nobody left to tell.
-    let _ = writeln!(io::stderr(), "sync-lock: {message}");
+    let _ = writeln!(io::stderr(), "sync-lock: {}", printable(message));
 }

@@ -1,4 +1,4 @@
-//! Beside a TypeScript peer: the real Prisma on the same database. What it needs is installed by `.ci/prepare`.
+//! Beside a TypeScript peer: the real Prisma on the same database. What it needs is installed by `.ci/prepare-peer`.
 //!
 //! | file | what it proves |
 //! | --- | --- |
@@ -6,6 +6,8 @@
 //! | `differential` | the same operations have the same answers and leave the same rows |
 //! | `prisma` | Prisma's migration tool on the same folder, before and after ours |
 //! | `page` | `docs/compatibility.md` names tests that exist |
+//! | `schema` | the tables in a schema of their own |
+//! | `server` | the example `server`, by real HTTP requests |
 //! | `soak` | four processes of each side contend for a minute with crashes, judged by a trigger |
 //! | `time` | a peer whose clock or time zone is wrong, and the remedy |
 
@@ -21,5 +23,7 @@ mod differential;
 mod exclusion;
 mod page;
 mod prisma;
+mod schema;
+mod server;
 mod soak;
 mod time;

@@ -28,10 +28,19 @@ impl Peer {
         Self::with(&database.url(), 0)
     }
 
+    /// A peer that was told of a schema in the way of Prisma 7, which is not the URL.
+    pub fn in_schema(url: &str, schema: &str) -> Option<Self> {
+        Self::start(url, &["--schema", schema])
+    }
+
     /// A peer with a connection string of its own, and a clock that is ahead by so many milliseconds.
     pub fn with(url: &str, clock_offset_ms: i64) -> Option<Self> {
+        Self::start(url, &[&format!("--clock-offset={clock_offset_ms}")])
+    }
+
+    fn start(url: &str, options: &[&str]) -> Option<Self> {
         let mut command = node()?;
-        command.args(["driver.mjs", "--clock-offset", &clock_offset_ms.to_string()]).env("DATABASE_URL", url);
+        command.arg("driver.mjs").args(options).env("DATABASE_URL", url);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("Node starts");
         let input = child.stdin.take().expect("a pipe");
@@ -169,7 +178,7 @@ fn is_installed(folder: &Path) -> bool {
     let installed = *INSTALLED.get_or_init(|| folder.join("node_modules/.sync-lock-installed").exists());
     if !installed {
         let name = thread::current().name().unwrap_or_default().to_owned();
-        let message = format!("SKIPPED {name}: no Node or no Prisma in tests/peer; run .ci/prepare");
+        let message = format!("SKIPPED {name}: no Node or no Prisma in tests/peer; run .ci/prepare-peer");
         assert!(std::env::var_os(REQUIRE).is_none(), "{message}");
         // Not eprintln!, which nobody sees of a test that passes.
         let _ = writeln!(std::io::stderr(), "{message}");

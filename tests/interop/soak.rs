@@ -65,7 +65,9 @@ fn contend() {
         let locks = SyncLock::new(&settings).unwrap();
         let mut random = fastrand::Rng::with_seed(seed.parse().unwrap());
         let jobs = jobs();
-        loop {
+        // Long after it should have been killed.
+        let end = Instant::now() + 2 * DURATION;
+        while Instant::now() < end {
             match locks.lease(jobs[random.usize(..jobs.len())].clone()).await {
                 Ok(LeaseAttempt::Leased(lease)) => {
                     let hold = Duration::from_secs_f64(random.f64() * 2.0 * MAX_AGE);
@@ -142,7 +144,7 @@ fn theirs(database: &TestDatabase, slot: usize, end: Instant) -> BTreeMap<String
         }
         let name = format!("peer-{slot}-{life}");
         let mut peer = Peer::with(&url_for(database, &name), 0).expect("it was there before");
-        peer.send(&json!({ "do": "contend", "keys": keys, "seconds": 3600, "seed": random.u32(..), "maxAgeMs": MAX_AGE * 1000.0 }));
+        peer.send(&json!({ "do": "contend", "keys": keys, "seconds": 120, "seed": random.u32(..), "maxAgeMs": MAX_AGE * 1000.0 }));
         let left = end.saturating_duration_since(Instant::now());
         std::thread::sleep(left.min(Duration::from_millis(random.u64(4000..12000))));
         kill(database, &name, || peer.kill());

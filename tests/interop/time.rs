@@ -143,6 +143,27 @@ fn a_peer_whose_role_has_its_sessions_in_utc_is_right_in_any_zone() {
 }
 
 #[test]
+fn on_columns_without_a_time_zone_both_are_right_in_any_zone() {
+    for hours in [-5, 5] {
+        let database = database_in_zone(hours);
+        // As `prisma db push` makes them from a schema that says no more than DateTime.
+        database.execute(
+            r#"ALTER TABLE "sync_lock" ALTER "acquiredAt" TYPE TIMESTAMP(3);
+               ALTER TABLE "IssueSyncRun" ALTER "startedAt" TYPE TIMESTAMP(3), ALTER "completedAt" TYPE TIMESTAMP(3)"#,
+        );
+        let Some(mut peer) = Peer::beside(&database) else { return };
+        let theirs = peer.acquire(&job()).unwrap();
+        let (state, answer, _) = judged(&database);
+        assert!(state == LockState::Held && !is_win(&answer), "{hours}: {state:?} {answer:?}");
+        database.back_date(1801.0);
+        assert_taken_over(&database, &theirs, 1801);
+        assert_eq!(peer.acquire(&job()), None, "{hours}: a live lock of ours");
+        database.back_date(1801.0);
+        assert!(peer.acquire(&job()).is_some(), "{hours}: an expired lock of ours");
+    }
+}
+
+#[test]
 fn our_own_url_may_carry_the_remedy_too_and_needs_none() {
     for url in [|url: &str| url.to_owned(), in_utc] {
         let database = database_in_zone(-5);

@@ -128,6 +128,23 @@ fn doctor_finds_missing_tables_wrong_tables_and_missing_privileges() {
 }
 
 #[test]
+fn doctor_and_migrate_find_a_table_that_every_claim_would_fail_on() {
+    for (change, words) in [
+        (r#"ALTER TABLE "sync_lock" DROP CONSTRAINT "sync_lock_pkey""#, "no column \"id\" of type PRIMARY KEY"),
+        (r#"ALTER TABLE "IssueSyncRun" RENAME "status" TO "state""#, "no column \"status\" of type TEXT"),
+        (r#"ALTER TABLE "IssueSyncRun" ALTER "startedAt" TYPE TEXT"#, "no column \"startedAt\" of type TIMESTAMPTZ"),
+    ] {
+        let database = TestDatabase::new();
+        database.execute(change);
+        let findings = doctor(&database.url(), 2);
+        assert!(found(&findings, "problem", words), "{findings:?}");
+        let (_, stderr) = expect_exit(&mut sync_lock(&database.url(), &["migrate"]), 78);
+        assert!(stderr.contains(words), "{stderr}");
+        expect_exit(&mut sync_lock(&database.url(), &["run", "reconcile", "--", "true"]), 78);
+    }
+}
+
+#[test]
 fn doctor_finds_a_read_only_server_and_a_maximum_age_too_short_for_a_lease() {
     let database = TestDatabase::new();
     let mut command = sync_lock(&database.url(), &["doctor"]);

@@ -238,6 +238,60 @@ fn a_killed_wrapper_leaves_the_row_to_expire() {
     kill(pids[0], Signal::SIGKILL).unwrap();
 }
 
+/// The program as a child of a shell that has signals ignored.
+fn with_ignored(database: &TestDatabase, signals: &str, script: &str) -> Command {
+    let mut command = Command::new("sh");
+    let program = env!("CARGO_BIN_EXE_sync-lock");
+    command.args(["-c", &format!("trap '' {signals}; exec {program} run reconcile -- sh -c '{script}'")]);
+    command.env("DATABASE_URL", database.url()).stdin(Stdio::null());
+    command
+}
+
+#[test]
+fn an_ignored_sigchld_does_not_hide_how_the_command_ended() {
+    let database = TestDatabase::new();
+    expect_exit(&mut with_ignored(&database, "CHLD", "exit 0"), 0);
+    expect_exit(&mut with_ignored(&database, "CHLD", "exit 3"), 3);
+}
+
+#[test]
+fn a_signal_that_was_ignored_from_the_start_stays_ignored_as_under_nohup() {
+    let database = TestDatabase::new();
+    let (child, _) = start(&mut with_ignored(&database, "HUP", "echo $$; sleep 0.3"), 1);
+    signal(&child, Signal::SIGHUP);
+    assert_eq!(end(child).0, Some(0));
+}
+
+#[test]
+fn a_command_that_was_stopped_still_gets_its_chance_to_end() {
+    let database = TestDatabase::new();
+    let script = "trap 'exit 7' TERM; echo $$; while :; do sleep 0.01; done";
+    let (child, pids) = start(&mut run(&database, &["reconcile"], script), 1);
+    kill(pids[0], Signal::SIGSTOP).unwrap();
+    signal(&child, Signal::SIGTERM);
+    assert_eq!(end(child).0, Some(7));
+}
+
+#[test]
+fn ctrl_z_stops_the_command_and_not_the_heartbeat() {
+    let database = TestDatabase::new();
+    let script = "trap 'exit 5' TSTP; echo $$; while :; do :; done";
+    let (child, _) = start(&mut run(&database, &["reconcile"], script), 1);
+    signal(&child, Signal::SIGTSTP);
+    assert_eq!(end(child).0, Some(5), "passed on, and not obeyed by the wrapper itself");
+}
+
+#[test]
+fn a_new_holder_cannot_write_to_the_terminal() {
+    let database = TestDatabase::new();
+    let mut command = run(&database, &["reconcile"], "echo $$; exec sleep 1000");
+    let (child, _) = start(command.env("DISPATCH_SYNC_LOCK_MAX_AGE_MS", "1500"), 1);
+    database.execute("UPDATE \"sync_lock\" SET \"syncRunId\" = E'evil\\x1b[2J\\nnext'");
+    let (code, stderr) = end(child);
+    assert_eq!(code, Some(76), "{stderr}");
+    assert!(!stderr.contains('\u{1b}') && !stderr.contains("\nnext"), "{stderr}");
+}
+
 #[test]
 fn it_works_as_process_1() {
     let database = TestDatabase::new();
@@ -250,7 +304,7 @@ fn it_works_as_process_1() {
         command
     };
     if !unshare("true").output().is_ok_and(|output| output.status.success()) {
-        eprintln!("SKIPPED: no PID namespace can be made here, so nothing runs as process 1");
+        crate::support::skipped("no PID namespace can be made here, so nothing runs as process 1");
         return;
     }
     // An orphan is left to process 1, which buries it and waits for nothing.

@@ -53,7 +53,7 @@ fn tls_is_demanded_verified_and_left_unverified_as_the_url_says() {
     let folder = PathBuf::from(url.query_pairs().find(|(name, _)| name == "host").unwrap().1.into_owned());
     let Some((key, ours)) = certificate(&folder, "server") else {
         assert!(std::env::var_os("SYNC_LOCK_REQUIRE_ALL").is_none(), "openssl is required: apt-get install openssl");
-        eprintln!("SKIPPED: no openssl to make a certificate with (apt-get install openssl)");
+        crate::support::skipped("no openssl to make a certificate with (apt-get install openssl)");
         return;
     };
     let (_, stranger) = certificate(&folder, "stranger").unwrap();

@@ -1,6 +1,6 @@
 // The peer as a child process: one JSON object a line on standard input, one answer a line on standard output.
 //
-//   node driver.mjs [--clock-offset MILLISECONDS]        DATABASE_URL says where
+//   node driver.mjs [--clock-offset MILLISECONDS] [--schema NAME]        DATABASE_URL says where
 //
 // {"do": "acquire", "syncType": "manual", "key": …, "maxAgeMs": …}    → {"ok": {"locked": true, "runId": "…"}}
 // {"do": "release" | "complete" | "fail" | "renewGroomer", "runId": "…", …} → {"ok": true}
@@ -11,8 +11,10 @@
 // end of the input ends the process.
 import readline from "node:readline";
 import { setTimeout as sleep } from "node:timers/promises";
+import { parseArgs } from "node:util";
 
-const offset = Number(process.argv[process.argv.indexOf("--clock-offset") + 1] || 0) || 0;
+const { values: options } = parseArgs({ options: { "clock-offset": { type: "string" }, schema: { type: "string" } } });
+const offset = Number(options["clock-offset"] ?? 0);
 if (offset !== 0) {
   // Everything in this process, Prisma's own defaults too, reads a clock that is wrong by this much.
   const Right = Date;
@@ -32,7 +34,7 @@ const { PrismaPg } = await import("@prisma/adapter-pg");
 const { PrismaClient } = (await import("@prisma/client")).default;
 
 const say = (answer) => process.stdout.write(`${JSON.stringify(answer)}\n`);
-const adapter = new PrismaPg({ connectionString: process.env.DATABASE_URL, max: 2 });
+const adapter = new PrismaPg({ connectionString: process.env.DATABASE_URL, max: 2 }, { schema: options.schema });
 const prisma = new PrismaClient({ adapter, errorFormat: "minimal" });
 const keepers = new Map();
 

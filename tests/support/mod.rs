@@ -285,6 +285,12 @@ pub fn race<T: Send>(
     })
 }
 
+/// Says loudly that a test could not run. libtest hides what a passing test prints by `eprintln!`.
+pub fn skipped(why: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
+}
+
 /// Waits until something is so, looking often.
 pub fn poll(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;

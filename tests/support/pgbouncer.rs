@@ -25,7 +25,7 @@ impl PgBouncer {
         let (Some(program), true) = (program, server().is_private()) else {
             let required = std::env::var_os("SYNC_LOCK_REQUIRE_ALL").is_some() && server().is_private();
             assert!(!required, "PgBouncer is required and not installed: apt-get install pgbouncer");
-            eprintln!("SKIPPED: no PgBouncer in front of a private server here (apt-get install pgbouncer)");
+            super::skipped("no PgBouncer in front of a private server here (apt-get install pgbouncer)");
             return None;
         };
         let socket = url::Url::parse(&database.url()).expect("a URL");
