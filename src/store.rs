@@ -263,6 +263,14 @@ impl Store {
             .get_result(conn)
     }
 
+    /// Who has a key, and how old its row is in seconds; `None` where a claim would find no holder. Invariant: it reads, and
+    /// takes no row lock, and it judges nothing: a row that is not too old by now is one that a claim would lose against.
+    pub(crate) fn look(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<(String, f64)>> {
+        const SQL: &str = r#" SELECT "syncRunId", (extract(epoch FROM clock_timestamp()) - extract(epoch FROM "acquiredAt"))::float8
+            FROM "sync_lock" WHERE "id" = $1 AND "syncRunId" IS NOT NULL"#;
+        self.statement::<(Text, Double)>(SQL, &[Bind::Text(key.as_str())]).get_result(conn).optional()
+    }
+
     /// Closes the record of a run that was displaced. Invariant: it neither waits for a record that somebody else is
     /// changing nor touches one that is no longer `running`.
     pub(crate) fn close_displaced(&self, conn: &mut PgConnection, displaced: &str, by: &RunId) -> QueryResult<bool> {
