@@ -309,6 +309,8 @@ impl Store {
     /// Renews leases, given as keys and run ids, and says what became of each. Invariant: a row is renewed only by key and run
     /// id together, and never inserted; `SKIP LOCKED` keeps one locked row from holding up the others and two processes from
     /// waiting for each other.
+    ///
+    /// Which rows were renewed is looked up by `IN`, which hashes them: a join compares every lease with every other.
     pub(crate) fn renew(&self, conn: &mut PgConnection, keys: &[&str], run_ids: &[&str]) -> QueryResult<Vec<Renewal>> {
         const SQL: &str = concat!(
             r#", mine AS (
@@ -319,9 +321,8 @@ impl Store {
             stamp!("sync_lock", "acquiredAt"),
             r#"
               FROM mine WHERE l."id" = mine."id" RETURNING l."id", l."syncRunId")
-            SELECT u.r, b."id" IS NOT NULL, (c."syncRunId" = u.r) IS TRUE, c."syncRunId"
-            FROM unnest($1, $2) AS u(k, r)
-              LEFT JOIN beat b ON b."id" = u.k AND b."syncRunId" = u.r LEFT JOIN "sync_lock" c ON c."id" = u.k"#
+            SELECT u.r, (u.k, u.r) IN (SELECT "id", "syncRunId" FROM beat), (c."syncRunId" = u.r) IS TRUE, c."syncRunId"
+            FROM unnest($1, $2) AS u(k, r) LEFT JOIN "sync_lock" c ON c."id" = u.k"#
         );
         let binds = [Bind::Texts(keys), Bind::Texts(run_ids)];
         self.statement::<(Text, Bool, Bool, Nullable<Text>)>(SQL, &binds).get_results(conn)
