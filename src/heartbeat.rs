@@ -29,7 +29,7 @@ const LONGEST_MARGIN: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_mins(1);
 
 /// How many leases one statement renews. In larger chunks Postgres cannot update in place.
-const CHUNK: usize = 50;
+pub(crate) const CHUNK: usize = 50;
 
 /// The bounds of one renewal: long enough to open a connection, short enough to leave time for another try.
 const CALL_BOUNDS: (Duration, Duration) = (Duration::from_millis(150), Duration::from_secs(5));

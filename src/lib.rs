@@ -70,6 +70,9 @@
 //! # }
 //! ```
 
+#[cfg(feature = "private-server")]
+#[doc(hidden)]
+pub mod bench_support;
 pub mod blocking;
 mod boottime;
 mod cleanup;

@@ -1,9 +1,9 @@
 //! [`SyncLock`]: the lock for async code, with the names of the TypeScript module.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
@@ -18,9 +18,14 @@ use crate::key::{Job, LockKey};
 use crate::lease::{Lease, LeaseAttempt};
 use crate::pool::Pool;
 use crate::run::{Ending, RunId, RunReport};
+use crate::store::Store;
 
 /// The pause after the first attempt of a claim that waits, and the longest one.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(25), Duration::from_secs(1));
+
+/// How long after a loss a claim looks first. Whoever asks again and again loses cheaply; whoever asks once a tick claims at
+/// once.
+const CONTESTED_FOR: Duration = Duration::from_secs(1);
 
 /// How long a shutdown waits for jobs that were told to stop.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
@@ -52,6 +57,8 @@ struct Inner {
     heartbeat_interval: Duration,
     /// The keys of the jobs that run in this process at the moment.
     running: watch::Sender<HashSet<LockKey>>,
+    /// When a claim of this handle last met a holder of a key: for [`CONTESTED_FOR`] the next one looks before it claims.
+    contested: Arc<Mutex<HashMap<LockKey, Instant>>>,
     closed: AtomicBool,
 }
 
@@ -72,6 +79,7 @@ impl SyncLock {
                 call_timeout: settings.call_timeout,
                 heartbeat_interval: settings.heartbeat_interval,
                 running: watch::Sender::default(),
+                contested: Arc::default(),
                 closed: AtomicBool::new(false),
             }),
         })
@@ -79,8 +87,10 @@ impl SyncLock {
 
     /// Claims the key of a sync type, or of a [`LockKey`] or [`Job`] of the caller's own.
     ///
-    /// One statement in one round trip. The claim wins over no row, a row without a holder, and a row older than the
-    /// maximum age, by the database's clock. What is won is held until [`SyncLock::release_lock`] or until it expires:
+    /// One statement in one round trip, after a look where this handle met a holder of the key within the last second, as
+    /// one does who asks again and again. The claim
+    /// wins over no row, a row without a holder, and a row older than the maximum age, by the database's clock. What is
+    /// won is held until [`SyncLock::release_lock`] or until it expires:
     /// nobody renews it. [`SyncLock::lease`] and [`SyncLock::run`] do.
     ///
     /// # Errors
@@ -298,7 +308,10 @@ impl SyncLock {
         let mut expected = Some(self.inner.cleanup.expect());
         let asked = Asked::default();
         let still_asked = Arc::clone(&asked.0);
+        let keys = Arc::clone(&self.inner.contested);
         self.call(move |pool, deadline| {
+            let keys = || keys.lock().unwrap_or_else(PoisonError::into_inner);
+            let contested = keys().get(job.key()).is_some_and(|met| met.elapsed() < CONTESTED_FOR);
             let (mut sent, mut uncertain) = (None, false);
             let outcome = pool.run(deadline, |conn| {
                 if sent.is_none() && !still_asked.load(Ordering::SeqCst) {
@@ -309,7 +322,8 @@ impl SyncLock {
                     let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
                     sent = Some((boottime::now(), OnDrop::new(expected, undo)));
                 }
-                let outcome = pool.store().acquire(conn, &job, &run_id, max_age);
+                let claim = if contested { Store::look_and_acquire } else { Store::acquire };
+                let outcome = claim(pool.store(), conn, &job, &run_id, max_age);
                 uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
                 outcome
             });
@@ -323,6 +337,11 @@ impl SyncLock {
                 settle(unanswered.take());
             }
             let acquisition = outcome?;
+            match &acquisition {
+                Acquisition::Locked { .. } => drop(keys().remove(job.key())),
+                Acquisition::Conflict { holder: Some(_) } => drop(keys().insert(job.key().clone(), Instant::now())),
+                Acquisition::Conflict { holder: None } => {}
+            }
             if !matches!(acquisition, Acquisition::Locked { .. }) {
                 drop(unanswered.take());
             }

@@ -4,6 +4,9 @@
 //! client's clock and never by the start of a transaction. And no statement depends on whether a timestamp column has a
 //! time zone: `extract(epoch …)` reads both kinds as UTC, and `stamp!` writes the column's own kind.
 //!
+//! A run record is looked up by its id: `"status" || '' = 'running'` keeps the planner from the index on the status, by which
+//! it would read every record that says so, and after a bad night or before the first ANALYZE that may be thousands.
+//!
 //! diesel caches a statement by its text and so prepares it once per connection. The values are bound once, in a `WITH`
 //! item that nothing refers to, so that the text may name them `$1`, `$2`, … as often as it likes.
 
@@ -185,6 +188,9 @@ impl Store {
     ///
     /// `SKIP LOCKED` lets it pass a row that somebody is changing. Only an uncommitted insert of the same key can make it
     /// wait, for [`LOCK_WAIT`]; the caller's own `lock_timeout` is put back afterwards.
+    ///
+    /// The displaced run's record is looked up only if there is a displaced run: as a join, every claim could read all
+    /// records.
     pub(crate) fn claim(
         &self,
         conn: &mut PgConnection,
@@ -224,8 +230,9 @@ impl Store {
             r#"
               FROM won WHERE $3::text IS NOT NULL),
             displaced AS (
-              SELECT r."id" FROM won JOIN "IssueSyncRun" r ON r."id" = won.prev
-              WHERE r."status" = 'running' FOR NO KEY UPDATE OF r SKIP LOCKED),
+              SELECT r."id" FROM won, LATERAL (
+                SELECT "id" FROM "IssueSyncRun" WHERE "id" = won.prev AND "status" || '' = 'running'
+                FOR NO KEY UPDATE SKIP LOCKED) r),
             closed AS (
               UPDATE "IssueSyncRun" r SET "status" = 'failed', "errorMessage" = 'lock taken over by run ' || $2,
                 "completedAt" = "#,
@@ -256,12 +263,20 @@ impl Store {
             .get_result(conn)
     }
 
+    /// Who has a key, and how old its row is in seconds; `None` where a claim would find no holder. Invariant: it reads, and
+    /// takes no row lock, and it judges nothing: a row that is not too old by now is one that a claim would lose against.
+    pub(crate) fn look(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<(String, f64)>> {
+        const SQL: &str = r#" SELECT "syncRunId", (extract(epoch FROM clock_timestamp()) - extract(epoch FROM "acquiredAt"))::float8
+            FROM "sync_lock" WHERE "id" = $1 AND "syncRunId" IS NOT NULL"#;
+        self.statement::<(Text, Double)>(SQL, &[Bind::Text(key.as_str())]).get_result(conn).optional()
+    }
+
     /// Closes the record of a run that was displaced. Invariant: it neither waits for a record that somebody else is
     /// changing nor touches one that is no longer `running`.
     pub(crate) fn close_displaced(&self, conn: &mut PgConnection, displaced: &str, by: &RunId) -> QueryResult<bool> {
         const SQL: &str = concat!(
             r#", displaced AS (
-              SELECT "id" FROM "IssueSyncRun" WHERE "id" = $1 AND "status" = 'running' FOR NO KEY UPDATE SKIP LOCKED),
+              SELECT "id" FROM "IssueSyncRun" WHERE "id" = $1 AND "status" || '' = 'running' FOR NO KEY UPDATE SKIP LOCKED),
             closed AS (
               UPDATE "IssueSyncRun" r SET "status" = 'failed', "errorMessage" = 'lock taken over by run ' || $2,
                 "completedAt" = "#,
@@ -294,6 +309,8 @@ impl Store {
     /// Renews leases, given as keys and run ids, and says what became of each. Invariant: a row is renewed only by key and run
     /// id together, and never inserted; `SKIP LOCKED` keeps one locked row from holding up the others and two processes from
     /// waiting for each other.
+    ///
+    /// Which rows were renewed is looked up by `IN`, which hashes them: a join compares every lease with every other.
     pub(crate) fn renew(&self, conn: &mut PgConnection, keys: &[&str], run_ids: &[&str]) -> QueryResult<Vec<Renewal>> {
         const SQL: &str = concat!(
             r#", mine AS (
@@ -304,9 +321,8 @@ impl Store {
             stamp!("sync_lock", "acquiredAt"),
             r#"
               FROM mine WHERE l."id" = mine."id" RETURNING l."id", l."syncRunId")
-            SELECT u.r, b."id" IS NOT NULL, (c."syncRunId" = u.r) IS TRUE, c."syncRunId"
-            FROM unnest($1, $2) AS u(k, r)
-              LEFT JOIN beat b ON b."id" = u.k AND b."syncRunId" = u.r LEFT JOIN "sync_lock" c ON c."id" = u.k"#
+            SELECT u.r, (u.k, u.r) IN (SELECT "id", "syncRunId" FROM beat), (c."syncRunId" = u.r) IS TRUE, c."syncRunId"
+            FROM unnest($1, $2) AS u(k, r) LEFT JOIN "sync_lock" c ON c."id" = u.k"#
         );
         let binds = [Bind::Texts(keys), Bind::Texts(run_ids)];
         self.statement::<(Text, Bool, Bool, Nullable<Text>)>(SQL, &binds).get_results(conn)
@@ -363,7 +379,7 @@ impl Store {
             stamp!("IssueSyncRun", "completedAt"),
             r#"
               FROM before
-              WHERE "id" = $2 AND "status" = 'running' AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1)
+              WHERE "id" = $2 AND "status" || '' = 'running' AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1)
             SELECT EXISTS (SELECT 1 FROM done), EXISTS (SELECT 1 FROM freed),
           EXISTS (SELECT 1 FROM "IssueSyncRun" WHERE "id" = $2 AND "status" = $3 AND "errorMessage" IS NOT DISTINCT FROM $7), "#,
             restored!()
@@ -401,7 +417,7 @@ impl Store {
             stamp!("IssueSyncRun", "completedAt"),
             r#"
               FROM before
-              WHERE "id" = $1 AND "status" = 'running' AND set_config('lock_timeout', $7, true) IS NOT NULL RETURNING 1)
+              WHERE "id" = $1 AND "status" || '' = 'running' AND set_config('lock_timeout', $7, true) IS NOT NULL RETURNING 1)
             SELECT EXISTS (SELECT 1 FROM done), "#,
             restored!()
         );

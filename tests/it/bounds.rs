@@ -56,17 +56,49 @@ fn a_takeover_costs_one_round_trip() {
 async fn the_async_handle_adds_no_round_trip() {
     let database = TestDatabase::new();
     let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
-    for warm in [false, true] {
+    let handle = || SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
+    let (locks, other) = (handle(), handle());
+    for warm in [false, false, true] {
         wire.round_trips();
         let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
         let claim = wire.round_trips();
-        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+        assert!(!is_win(&other.acquire_lock(SyncType::Reconcile).await.unwrap()));
         let loss = wire.round_trips();
         locks.release_lock(&run).await.unwrap();
         let release = wire.round_trips();
         if warm {
             assert_eq!((claim, loss, release), (1, 1, 1));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_handle_that_has_lost_looks_first_which_costs_a_round_trip_only_if_it_wins() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
+    for warm in [false, true] {
+        let held = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+        // The statement of the look is prepared when it is sent for the first time.
+        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+        wire.round_trips();
+        match locks.acquire_lock(SyncType::Reconcile).await.unwrap() {
+            Acquisition::Conflict { holder: Some(holder), .. } => assert_eq!(holder.run_id, held),
+            other => panic!("{other:?}"),
+        }
+        let loss = wire.round_trips();
+        locks.release_lock(&held).await.unwrap();
+        wire.round_trips();
+        let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+        let win = wire.round_trips();
+        locks.release_lock(&run).await.unwrap();
+        wire.round_trips();
+        let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+        let next = wire.round_trips();
+        locks.release_lock(&run).await.unwrap();
+        if warm {
+            assert_eq!((loss, win, next), (1, 2, 1));
         }
     }
 }
