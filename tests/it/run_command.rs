@@ -313,3 +313,15 @@ fn it_works_as_process_1() {
     expect_exit(&mut unshare("trap 'exit 9' TERM; kill -TERM 1; while :; do sleep 0.01; done"), 9);
     assert_eq!(database.locks_held(), []);
 }
+
+#[test]
+fn a_time_zone_in_which_peers_are_misunderstood_is_warned_of_once() {
+    let database = TestDatabase::new();
+    expect_exit(&mut run(&database, &["reconcile"], "true"), 0);
+    database.execute(
+        "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET TimeZone = %L', current_database(), 'America/New_York'); END $$",
+    );
+    let (_, stderr) = expect_exit(&mut run(&database, &["reconcile"], "true"), 0);
+    let warnings = stderr.lines().filter(|line| line.contains("the time zone of the database is not UTC"));
+    assert_eq!(warnings.count(), 1, "{stderr}");
+}
