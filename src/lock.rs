@@ -327,13 +327,10 @@ impl SyncLock {
                 uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
                 outcome
             });
+            let (sent, mut unanswered) = sent.unzip();
+            let won = matches!(outcome, Ok(Acquisition::Locked { .. }));
             // A statement whose answer was lost may win even after the one that was sent in its place has lost.
-            let may_have_won = uncertain || matches!(outcome, Ok(Acquisition::Locked { .. }));
-            let (sent, mut unanswered) = match sent {
-                Some((sent, unanswered)) => (sent, Some(unanswered)),
-                None => (boottime::now(), None),
-            };
-            if !may_have_won {
+            if !won && !uncertain {
                 settle(unanswered.take());
             }
             let acquisition = outcome?;
@@ -342,10 +339,8 @@ impl SyncLock {
                 Acquisition::Conflict { holder: Some(_) } => drop(keys().insert(job.key().clone(), Instant::now())),
                 Acquisition::Conflict { holder: None } => {}
             }
-            if !matches!(acquisition, Acquisition::Locked { .. }) {
-                drop(unanswered.take());
-            }
-            Ok((acquisition, sent, unanswered))
+            // What is kept from the caller is undone here.
+            Ok((acquisition, sent.unwrap_or_else(boottime::now), unanswered.filter(|_| won)))
         })
         .await
     }

@@ -138,6 +138,17 @@ impl RecordedEnd {
             },
         }
     }
+
+    /// Its columns in the order in which they are declared.
+    fn binds(&self) -> [Bind<'_>; 5] {
+        [
+            Bind::Text(self.status),
+            Bind::MaybeWhole(self.repos_fetched),
+            Bind::MaybeWhole(self.synced_count),
+            Bind::MaybeText(self.notes.as_deref()),
+            Bind::MaybeText(self.error.as_deref()),
+        ]
+    }
 }
 
 /// A row of `sync_lock` as it stands.
@@ -381,18 +392,19 @@ impl Store {
               FROM before
               WHERE "id" = $2 AND "status" || '' = 'running' AND set_config('lock_timeout', $8, true) IS NOT NULL RETURNING 1)
             SELECT EXISTS (SELECT 1 FROM done), EXISTS (SELECT 1 FROM freed),
-          EXISTS (SELECT 1 FROM "IssueSyncRun" WHERE "id" = $2 AND "status" = $3 AND "errorMessage" IS NOT DISTINCT FROM $7), "#,
+              EXISTS (SELECT 1 FROM "IssueSyncRun" WHERE "id" = $2 AND "status" = $3 AND "errorMessage" IS NOT DISTINCT FROM $7), "#,
             restored!()
         );
         let end = RecordedEnd::of(ending);
+        let [status, repos_fetched, synced_count, notes, error] = end.binds();
         let binds = [
             Bind::Text(key.as_str()),
             Bind::Text(run_id.as_str()),
-            Bind::Text(end.status),
-            Bind::MaybeWhole(end.repos_fetched),
-            Bind::MaybeWhole(end.synced_count),
-            Bind::MaybeText(end.notes.as_deref()),
-            Bind::MaybeText(end.error.as_deref()),
+            status,
+            repos_fetched,
+            synced_count,
+            notes,
+            error,
             Bind::Text(LOCK_WAIT_MS),
         ];
         self.statement::<(Bool, Bool, Bool, Bool)>(SQL, &binds).get_result(conn)
@@ -422,15 +434,9 @@ impl Store {
             restored!()
         );
         let end = RecordedEnd::of(ending);
-        let binds = [
-            Bind::Text(run_id.as_str()),
-            Bind::Text(end.status),
-            Bind::MaybeWhole(end.repos_fetched),
-            Bind::MaybeWhole(end.synced_count),
-            Bind::MaybeText(end.notes.as_deref()),
-            Bind::MaybeText(end.error.as_deref()),
-            Bind::Text(LOCK_WAIT_MS),
-        ];
+        let [status, repos_fetched, synced_count, notes, error] = end.binds();
+        let binds =
+            [Bind::Text(run_id.as_str()), status, repos_fetched, synced_count, notes, error, Bind::Text(LOCK_WAIT_MS)];
         let (recorded, _restored) = self.statement::<(Bool, Bool)>(SQL, &binds).get_result::<(bool, bool)>(conn)?;
         Ok(recorded)
     }

@@ -29,6 +29,13 @@ fn short(database: &TestDatabase) -> Settings {
     database.settings().with_max_age(seconds(MAX_AGE))
 }
 
+/// A handle whose way to the database the test can cut.
+fn through_a_wire(database: &TestDatabase) -> (Wire, SyncLock) {
+    let wire = Wire::to(database);
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_max_age(seconds(MAX_AGE))).unwrap();
+    (wire, locks)
+}
+
 async fn lease(locks: &SyncLock, sync_type: SyncType) -> Lease {
     match locks.lease(sync_type).await.expect("an answer") {
         LeaseAttempt::Leased(lease) => lease,
@@ -153,8 +160,7 @@ async fn a_row_that_is_only_locked_is_not_lost() {
 #[tokio::test]
 async fn a_lease_that_hears_nothing_is_lost_before_its_row_can_be_taken_over() {
     let database = TestDatabase::new();
-    let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_max_age(seconds(MAX_AGE))).unwrap();
+    let (wire, locks) = through_a_wire(&database);
     let lease = lease(&locks, SyncType::Reconcile).await;
     wire.silence(true);
     assert_eq!(lost(&lease).await, Loss::NotRenewed);
@@ -170,8 +176,7 @@ async fn a_lease_that_hears_nothing_is_lost_before_its_row_can_be_taken_over() {
 #[tokio::test]
 async fn losing_the_lease_is_seen_where_no_task_gets_to_run() {
     let database = TestDatabase::new();
-    let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_max_age(seconds(MAX_AGE))).unwrap();
+    let (wire, locks) = through_a_wire(&database);
     let lease = lease(&locks, SyncType::Reconcile).await;
     wire.silence(true);
     poll("the deadline, on a runtime that is blocked", || lease.is_lost());
@@ -374,8 +379,7 @@ async fn a_jobs_own_maximum_age_decides_for_its_key_alone() {
 #[tokio::test]
 async fn a_lease_that_is_lost_cannot_be_completed_even_if_its_row_is_still_there() {
     let database = TestDatabase::new();
-    let wire = Wire::to(&database);
-    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_max_age(seconds(MAX_AGE))).unwrap();
+    let (wire, locks) = through_a_wire(&database);
     let lease = lease(&locks, SyncType::Reconcile).await;
     wire.silence(true);
     assert_eq!(lost(&lease).await, Loss::NotRenewed);
