@@ -36,8 +36,16 @@ const WORKERS: [usize; 3] = [1, 8, 64];
 /// How many expired rows each worker takes over in a slice at most.
 const TAKEOVERS: usize = 100;
 
-const CYCLES: [Kind; 7] =
-    [Kind::Bare, Kind::Connection, Kind::Pooled, Kind::Tokio, Kind::Upsert, Kind::Transaction, Kind::Advisory];
+const CYCLES: [Kind; 8] = [
+    Kind::Bare,
+    Kind::BareTokio,
+    Kind::Connection,
+    Kind::Pooled,
+    Kind::Tokio,
+    Kind::Upsert,
+    Kind::Transaction,
+    Kind::Advisory,
+];
 
 const RENEWERS: [Kind; 3] = [Kind::BareRenew, Kind::Renew, Kind::Update];
 
@@ -77,7 +85,10 @@ fn main() -> ExitCode {
         if workers > 1 {
             scenarios.push(bench.losers(workers, true, &mut goals));
         }
-        scenarios.push(bench.takeovers(workers));
+        scenarios.push(bench.takeovers(workers, false));
+        if workers > 1 {
+            scenarios.push(bench.takeovers(workers, true));
+        }
         scenarios.push(bench.renewals(workers));
         for scenario in scenarios {
             let rows = scenario.rows();
@@ -114,13 +125,16 @@ impl Bench {
         conn.batch_execute(r#"TRUNCATE "sync_lock", "IssueSyncRun""#).expect("empty tables");
     }
 
-    /// Holds the keys by live rows, or by rows that expired an hour ago.
+    /// Holds the keys by live rows, or by rows that expired an hour ago. The runs have a past, as in every database in use:
+    /// a small table is read as a whole.
     fn hold(&self, keys: &[Vec<String>], age: &str) {
         self.empty();
         let keys: BTreeSet<_> = keys.iter().flatten().map(|key| format!("'{key}'")).collect();
         let keys = keys.into_iter().collect::<Vec<_>>().join(", ");
         let sql = format!(
-            r#"INSERT INTO "IssueSyncRun" ("id", "status", "syncType", "startedAt")
+            r#"INSERT INTO "IssueSyncRun" ("id", "status", "syncType")
+                 SELECT 'past-' || n, 'completed', 'bench' FROM generate_series(1, 10000) n;
+               INSERT INTO "IssueSyncRun" ("id", "status", "syncType", "startedAt")
                  SELECT key, 'running', 'bench', clock_timestamp() - interval '{age}' FROM unnest(ARRAY[{keys}]) key;
                INSERT INTO "sync_lock" SELECT key, key, clock_timestamp() - interval '{age}' FROM unnest(ARRAY[{keys}]) key;
                ANALYZE "sync_lock", "IssueSyncRun""#
@@ -184,6 +198,11 @@ impl Bench {
                 0.9,
                 reached,
             ));
+            goals.push(Goal::at_least(
+                format!("acquire + release through tokio and the pool, {count}: throughput to the barest client behind tokio's spawn_blocking"),
+                0.9,
+                scenario.throughput("cycle", Kind::Tokio.as_str(), Kind::BareTokio.as_str()),
+            ));
             let goal = format!("acquire + release through tokio and the pool, {count}: throughput to the Prisma peer");
             let bound = if workers == 1 { 4.5 } else { 6.0 };
             goals.push(match &peer {
@@ -227,15 +246,19 @@ impl Bench {
         scenario
     }
 
-    /// Claims that take over expired rows and close the records of their runs.
-    fn takeovers(&self, workers: usize) -> Scenario {
-        let name = format!("Takeover of expired rows, {}, keys of their own", count(workers));
+    /// Claims that take over expired rows and close the records of their runs: each worker its own, or all the same ones in
+    /// the same order, where one of them wins each.
+    fn takeovers(&self, workers: usize, shared: bool) -> Scenario {
+        let whose = if shared { "the same keys for all" } else { "keys of their own" };
+        let name = format!("Takeover of expired rows, {}, {whose}", count(workers));
         eprintln!("{name} …");
-        let each = (2 * TAKEOVERS / workers).clamp(5, TAKEOVERS);
-        let keys: Vec<Vec<_>> =
-            (0..workers).map(|worker| (0..each).map(|key| format!("expired-{worker}-{key}")).collect()).collect();
-        let task = Task { release: Release::Never, wins: Some(true), repeat: false };
+        let each = if shared { TAKEOVERS } else { (2 * TAKEOVERS / workers).clamp(5, TAKEOVERS) };
+        let list = |worker: usize| (0..each).map(|key| format!("expired-{worker}-{key}")).collect();
+        let keys: Vec<Vec<_>> = (0..workers).map(|worker| list(if shared { 0 } else { worker })).collect();
+        let task = Task { release: Release::Never, wins: (!shared).then_some(true), repeat: false };
+        // An upsert takes a key from whoever has it: it is no lock.
         let contestants = [Kind::Bare, Kind::Connection, Kind::Pooled, Kind::Tokio, Kind::Upsert, Kind::Transaction];
+        let contestants: Vec<_> = contestants.into_iter().filter(|kind| !shared || *kind != Kind::Upsert).collect();
         let mut scenario = Scenario::new(name, workers, Kind::Bare.as_str()).of("take over");
         for _ in 0..self.options.repetitions {
             scenario.repeat(&contestants, 1, Kind::as_str, |kind| {
@@ -246,7 +269,8 @@ impl Bench {
         scenario
     }
 
-    /// The heartbeat's statement for one lease.
+    /// The heartbeat's statement for one lease, on a connection: the heartbeat has one of its own, so neither a pool nor tokio
+    /// comes into it.
     fn renewals(&self, workers: usize) -> Scenario {
         let name = format!("Renewal of one lease, {}, a key each", count(workers));
         eprintln!("{name} …");

@@ -218,22 +218,24 @@ impl Store {
         Ok(acquisition)
     }
 
-    /// Claims as [`Store::acquire`] does, after a look. A statement that may write costs the server several times what a
-    /// look costs, so a key that is still held is lost cheaply; a key that has come free costs one more round trip.
-    pub(crate) fn look_and_acquire(
+    /// Looks whether a claim would lose, and says to whom. A statement that may write costs the server several times what a
+    /// look costs, so a key that is still held is lost cheaply; one that has come free costs one more round trip. Not for a
+    /// claim that was sent before: its own row would look like somebody else's.
+    pub(crate) fn look_for_conflict(
         &self,
         conn: &mut PgConnection,
         job: &Job,
-        run_id: &RunId,
         max_age: MaxAge,
-    ) -> Result<Acquisition, LockError> {
+    ) -> Result<Option<Acquisition>, LockError> {
         let seen = self.bounded(conn, |conn| self.look(conn, job.key()))?;
-        // A row of our own is the claim's to answer for.
-        let held = seen.filter(|(holder, age)| *age <= max_age.duration().as_secs_f64() && holder != run_id.as_str());
-        let Some((holder, age)) = held else { return self.acquire(conn, job, run_id, max_age) };
-        let holder = Holder { run_id: RunId::from_row(holder), age: duration(age) };
-        let conflict = Acquisition::Conflict { holder: Some(holder) };
-        report(job, &conflict);
+        let held = seen.filter(|(_, age)| *age <= max_age.duration().as_secs_f64());
+        let conflict = held.map(|(holder, age)| {
+            let holder = Holder { run_id: RunId::from_row(holder), age: duration(age) };
+            Acquisition::Conflict { holder: Some(holder) }
+        });
+        if let Some(conflict) = &conflict {
+            report(job, conflict);
+        }
         Ok(conflict)
     }
 

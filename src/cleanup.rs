@@ -62,7 +62,7 @@ impl Cleanup {
     /// Takes over an end that somebody owes. Never blocks.
     pub(crate) fn hand_over(&self, leftover: Leftover) {
         let mut queue = self.shared.queue();
-        self.shared.owed.send_modify(|owed| *owed += 1);
+        self.shared.owe();
         let give_up = Instant::now().checked_add(leftover.max_age);
         queue.leftovers.push_back((leftover, give_up));
         self.shared.wake.notify_one();
@@ -79,7 +79,7 @@ impl Cleanup {
 
     /// Counts something that may turn into a leftover, until it is dropped.
     pub(crate) fn expect(&self) -> Expected {
-        self.shared.owed.send_modify(|owed| *owed += 1);
+        self.shared.owe();
         Expected { cleanup: self.clone() }
     }
 
@@ -95,6 +95,21 @@ impl Cleanup {
 }
 
 impl Shared {
+    /// Whoever waits does so until nothing is owed: more is no news.
+    fn owe(&self) {
+        self.owed.send_if_modified(|owed| {
+            *owed += 1;
+            false
+        });
+    }
+
+    fn pay(&self) {
+        self.owed.send_if_modified(|owed| {
+            *owed -= 1;
+            *owed == 0
+        });
+    }
+
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,7 +146,7 @@ impl Shared {
                     tracing::error!(key = %leftover.key, run_id = %leftover.run_id, %error, "left to expire");
                 }
             }
-            self.owed.send_modify(|owed| *owed -= 1);
+            self.pay();
         }
     }
 
@@ -157,23 +172,29 @@ pub(crate) struct Expected {
     cleanup: Cleanup,
 }
 
+impl Clone for Expected {
+    fn clone(&self) -> Self {
+        self.cleanup.expect()
+    }
+}
+
 impl Drop for Expected {
     fn drop(&mut self) {
-        self.cleanup.shared.owed.send_modify(|owed| *owed -= 1);
+        self.cleanup.shared.pay();
     }
 }
 
 /// Hands an end over when it is dropped, unless it was settled before. It is made before the statement that may make it
 /// necessary, so that a future dropped at any point, a lost answer and a runtime that shuts down all lead here.
 pub(crate) struct OnDrop {
-    leftover: Option<Leftover>,
+    leftover: Option<Box<Leftover>>,
     /// Dropped after the leftover was handed over, so that nobody finds nothing owed in between.
     expected: Expected,
 }
 
 impl OnDrop {
     pub(crate) fn new(expected: Expected, leftover: Leftover) -> Self {
-        Self { leftover: Some(leftover), expected }
+        Self { leftover: Some(Box::new(leftover)), expected }
     }
 
     /// Nothing is owed any more.
@@ -185,7 +206,7 @@ impl OnDrop {
 impl Drop for OnDrop {
     fn drop(&mut self) {
         if let Some(leftover) = self.leftover.take() {
-            self.expected.cleanup.hand_over(leftover);
+            self.expected.cleanup.hand_over(*leftover);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
@@ -18,7 +18,6 @@ use crate::key::{Job, LockKey};
 use crate::lease::{Lease, LeaseAttempt};
 use crate::pool::Pool;
 use crate::run::{Ending, RunId, RunReport};
-use crate::store::Store;
 
 /// The pause after the first attempt of a claim that waits, and the longest one.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(25), Duration::from_secs(1));
@@ -57,8 +56,7 @@ struct Inner {
     heartbeat_interval: Duration,
     /// The keys of the jobs that run in this process at the moment.
     running: watch::Sender<HashSet<LockKey>>,
-    /// When a claim of this handle last met a holder of a key: for [`CONTESTED_FOR`] the next one looks before it claims.
-    contested: Arc<Mutex<HashMap<LockKey, Instant>>>,
+    contested: Arc<Contested>,
     closed: AtomicBool,
 }
 
@@ -303,42 +301,43 @@ impl SyncLock {
 
     /// Claims; says when the first statement was sent, and hands out the guard that undoes the claim unless it is settled.
     async fn claim(&self, job: Job) -> Result<(Acquisition, Duration, Option<OnDrop>), LockError> {
-        let (max_age, run_id) = (self.max_age_of(&job), RunId::new());
+        let max_age = self.max_age_of(&job);
         // From here on a shutdown waits for what becomes of the claim.
-        let mut expected = Some(self.inner.cleanup.expect());
+        let expected = self.inner.cleanup.expect();
         let asked = Asked::default();
         let still_asked = Arc::clone(&asked.0);
-        let keys = Arc::clone(&self.inner.contested);
+        let contested = Arc::clone(&self.inner.contested);
         self.call(move |pool, deadline| {
-            let keys = || keys.lock().unwrap_or_else(PoisonError::into_inner);
-            let contested = keys().get(job.key()).is_some_and(|met| met.elapsed() < CONTESTED_FOR);
+            let begun = Instant::now();
+            let look_first = contested.contains(job.key(), begun);
             let (mut sent, mut uncertain) = (None, false);
             let outcome = pool.run(deadline, |conn| {
-                if sent.is_none() && !still_asked.load(Ordering::SeqCst) {
-                    return Err(LockError::CutOff);
+                if sent.is_none() {
+                    if !still_asked.load(Ordering::SeqCst) {
+                        return Err(LockError::CutOff);
+                    }
+                    if look_first && let Some(conflict) = pool.store().look_for_conflict(conn, &job, max_age)? {
+                        return Ok(conflict);
+                    }
                 }
-                if let Some(expected) = expected.take() {
+                let (run_id, ..) = sent.get_or_insert_with(|| {
+                    let run_id = RunId::new();
                     let ending = Ending::Failed("the claim was abandoned before it was answered".to_owned());
                     let undo = leftover(job.key(), &run_id, ending, max_age, LOST_CLAIM_LOOKS);
-                    sent = Some((boottime::now(), OnDrop::new(expected, undo)));
-                }
-                let claim = if contested { Store::look_and_acquire } else { Store::acquire };
-                let outcome = claim(pool.store(), conn, &job, &run_id, max_age);
+                    (run_id, boottime::now(), OnDrop::new(expected.clone(), undo))
+                });
+                let outcome = pool.store().acquire(conn, &job, run_id, max_age);
                 uncertain |= matches!(outcome, Err(LockError::ConnectionLost(_)));
                 outcome
             });
-            let (sent, mut unanswered) = sent.unzip();
+            let (sent, mut unanswered) = sent.map(|(_, sent, undo)| (sent, undo)).unzip();
             let won = matches!(outcome, Ok(Acquisition::Locked { .. }));
             // A statement whose answer was lost may win even after the one that was sent in its place has lost.
             if !won && !uncertain {
                 settle(unanswered.take());
             }
             let acquisition = outcome?;
-            match &acquisition {
-                Acquisition::Locked { .. } => drop(keys().remove(job.key())),
-                Acquisition::Conflict { holder: Some(_) } => drop(keys().insert(job.key().clone(), Instant::now())),
-                Acquisition::Conflict { holder: None } => {}
-            }
+            contested.learn(job.key(), &acquisition, begun);
             // What is kept from the caller is undone here.
             Ok((acquisition, sent.unwrap_or_else(boottime::now), unanswered.filter(|_| won)))
         })
@@ -372,6 +371,47 @@ impl fmt::Debug for SyncLock {
             .field("max_age", max_age)
             .field("call_timeout", call_timeout)
             .finish_non_exhaustive()
+    }
+}
+
+/// The keys of which a claim of this handle met a holder not longer than [`CONTESTED_FOR`] ago.
+#[derive(Default)]
+struct Contested(Mutex<HashMap<LockKey, Instant>>);
+
+impl Contested {
+    /// How many keys are kept before those are dropped that do not count any more.
+    const MANY: usize = 64;
+
+    fn keys(&self) -> MutexGuard<'_, HashMap<LockKey, Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn contains(&self, key: &LockKey, now: Instant) -> bool {
+        self.keys().get(key).is_some_and(|met| Self::counts(*met, now))
+    }
+
+    fn learn(&self, key: &LockKey, acquisition: &Acquisition, now: Instant) {
+        let mut keys = self.keys();
+        match acquisition {
+            Acquisition::Locked { .. } => {
+                keys.remove(key);
+            }
+            Acquisition::Conflict { holder: Some(_) } => {
+                if let Some(met) = keys.get_mut(key) {
+                    *met = now;
+                    return;
+                }
+                if keys.len() >= Self::MANY {
+                    keys.retain(|_, met| Self::counts(*met, now));
+                }
+                keys.insert(key.clone(), now);
+            }
+            Acquisition::Conflict { holder: None } => {}
+        }
+    }
+
+    fn counts(met: Instant, now: Instant) -> bool {
+        now.saturating_duration_since(met) < CONTESTED_FOR
     }
 }
 
@@ -420,5 +460,34 @@ async fn retry_within<T, Attempt: Future<Output = Result<T, LockError>>>(
         }
         tokio::time::sleep(crate::heartbeat::jittered(pause).min(left)).await;
         pause = (pause * 2).min(RETRY_PAUSES.1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_counts_as_contested_for_a_second_or_until_it_is_won_and_none_is_kept_for_ever() {
+        let held = Acquisition::Conflict {
+            holder: Some(crate::blocking::Holder { run_id: RunId::new(), age: Duration::ZERO }),
+        };
+        let won = Acquisition::Locked { run_id: RunId::new(), acquired_at: chrono::Utc::now(), displaced: None };
+        let (contested, met) = (Contested::default(), Instant::now());
+        let after = |millis| met + Duration::from_millis(millis);
+        contested.learn(&LockKey::GROOMER, &held, met);
+        assert!(contested.contains(&LockKey::GROOMER, after(999)));
+        assert!(!contested.contains(&LockKey::GROOMER, after(1000)));
+        contested.learn(&LockKey::GROOMER, &Acquisition::Conflict { holder: None }, after(900));
+        assert!(!contested.contains(&LockKey::GROOMER, after(1000)), "a race says nothing about a holder");
+        contested.learn(&LockKey::GROOMER, &held, after(900));
+        assert!(contested.contains(&LockKey::GROOMER, after(1000)));
+        contested.learn(&LockKey::GROOMER, &won, after(1000));
+        assert!(!contested.contains(&LockKey::GROOMER, after(1000)));
+        for number in 0..1000 {
+            let key = LockKey::custom(format!("key-{number}")).expect("a key");
+            contested.learn(&key, &held, after(number * 100));
+        }
+        assert!(contested.keys().len() <= Contested::MANY);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Two rules hold everywhere. Age is judged by `clock_timestamp()` at the moment a row is looked at, never by the
 //! client's clock and never by the start of a transaction. And no statement depends on whether a timestamp column has a
-//! time zone: `extract(epoch …)` reads both kinds as UTC, and `stamp!` writes the column's own kind.
+//! time zone: `extract(epoch …)` and `date_part('epoch', …)` read both kinds as UTC, and `stamp!` writes the column's own
+//! kind.
 //!
 //! A run record is looked up by its id: `"status" || '' = 'running'` keeps the planner from the index on the status, by which
 //! it would read every record that says so, and after a bad night or before the first ANALYZE that may be thousands.
@@ -276,8 +277,9 @@ impl Store {
 
     /// Who has a key, and how old its row is in seconds; `None` where a claim would find no holder. Invariant: it reads, and
     /// takes no row lock, and it judges nothing: a row that is not too old by now is one that a claim would lose against.
+    /// `date_part` gives a float right away; the numeric of `extract` takes longer.
     pub(crate) fn look(&self, conn: &mut PgConnection, key: &LockKey) -> QueryResult<Option<(String, f64)>> {
-        const SQL: &str = r#" SELECT "syncRunId", (extract(epoch FROM clock_timestamp()) - extract(epoch FROM "acquiredAt"))::float8
+        const SQL: &str = r#" SELECT "syncRunId", date_part('epoch', clock_timestamp()) - date_part('epoch', "acquiredAt")
             FROM "sync_lock" WHERE "id" = $1 AND "syncRunId" IS NOT NULL"#;
         self.statement::<(Text, Double)>(SQL, &[Bind::Text(key.as_str())]).get_result(conn).optional()
     }

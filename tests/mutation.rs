@@ -172,7 +172,7 @@ const RECORD_OF_A_LOSS: Fault = Fault {
 /// A claim whose caller is gone stays won.
 const WITHOUT_GUARD: Fault = Fault {
     edits: &[
-        ("src/cleanup.rs", "self.expected.cleanup.hand_over(leftover);", "drop(leftover);"),
+        ("src/cleanup.rs", "self.expected.cleanup.hand_over(*leftover);", "drop(leftover);"),
         // These tests fail by waiting in vain, and the real patience is for a busy machine.
         (
             "tests/support/mod.rs",

@@ -28,6 +28,10 @@ pub fn connect(url: &str) -> PgConnection {
     PgConnection::establish(url).expect("a connection to the bench's database")
 }
 
+/// How often a connection sends a statement until the server has settled for a plan. The first five times it makes a new one,
+/// which for a claim takes longer than the claim.
+const UNTIL_PLANNED: usize = 8;
+
 /// Whom a worker asks, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -35,6 +39,9 @@ pub enum Kind {
     /// known by their type, so that not even their text is built again; there is no pool, and of the answer only the first
     /// column is read, which says won or freed.
     Bare,
+    /// The floor's client and statements on a thread of tokio's for code that blocks: the least that any client costs an
+    /// async caller while it is driven that way, as diesel's is.
+    BareTokio,
     /// `blocking` on a connection of the caller's own.
     Connection,
     /// `blocking` on a connection out of an r2d2 pool.
@@ -65,6 +72,7 @@ impl Kind {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Bare | Self::BareRenew => "floor: same statement, barest client",
+            Self::BareTokio => "floor behind tokio's spawn_blocking",
             Self::Connection => "sync-lock on a connection",
             Self::Pooled => "sync-lock through a pool",
             Self::Tokio => "sync-lock through tokio",
@@ -80,7 +88,7 @@ impl Kind {
     }
 
     const fn is_async(self) -> bool {
-        matches!(self, Self::Tokio | Self::SelectTokio)
+        matches!(self, Self::BareTokio | Self::Tokio | Self::SelectTokio)
     }
 
     /// One client for each worker. Those that share a pool share one as large as there are workers.
@@ -102,6 +110,7 @@ impl Kind {
                 let locks = SyncLock::new(&settings).expect("a handle");
                 each(&|| Client::Handle(locks.clone()))
             }
+            Self::BareTokio => each(&|| Client::Lent(Some(connect(url)))),
             _ => each(&|| Client::Connection(connect(url))),
         }
     }
@@ -109,6 +118,8 @@ impl Kind {
 
 enum Client {
     Connection(PgConnection),
+    /// Lent to the thread that works on it.
+    Lent(Option<PgConnection>),
     Pool(Pool<ConnectionManager<PgConnection>>),
     Handle(SyncLock),
 }
@@ -162,17 +173,23 @@ pub struct Team {
 }
 
 impl Team {
-    /// A worker for each list of keys. Where the task can be repeated, each has done it once when this returns, so that
-    /// connections are open and statements prepared.
+    /// A worker for each list of keys. When this returns each has opened its connection, prepared its statements and sent
+    /// them so often that the server plans them no more: with the task, or, where that can be done only once, with keys of
+    /// no account.
     pub fn new(kind: Kind, url: &str, keys: &[Vec<String>], task: Task) -> Self {
         let clients = kind.clients(url, keys.len());
         let workers = clients.into_iter().zip(keys).map(|(client, keys)| Worker::new(kind, client, keys));
         let mut team = Self { kind, workers: workers.collect() };
+        // A handle opens its connections only when it needs them, and then in the background.
+        let enough = Instant::now() + Duration::from_millis(if kind == Kind::Tokio { 300 } else { 100 });
         if task.repeat {
-            // A handle opens its connections only when it needs them, and then in the background.
-            let enough = Instant::now() + if kind == Kind::Tokio { Duration::from_millis(300) } else { Duration::ZERO };
             team.run(task, enough, enough);
+            return team;
         }
+        let once: Vec<_> =
+            (0..).zip(&mut team.workers).map(|(worker, it)| it.give(&[format!("warm-up-{worker}")])).collect();
+        team.run(Task { release: Release::Own, wins: None, repeat: true }, enough, enough);
+        team.workers.iter_mut().zip(once).for_each(|(worker, jobs)| worker.jobs = jobs);
         team
     }
 
@@ -230,7 +247,14 @@ struct Worker {
 
 impl Worker {
     fn new(kind: Kind, client: Client, keys: &[String]) -> Self {
-        Self { kind, client, jobs: keys.iter().map(|key| (key.clone(), job(key))).collect() }
+        let mut worker = Self { kind, client, jobs: Vec::new() };
+        worker.give(keys);
+        worker
+    }
+
+    /// Gives it other keys to work on, and hands out the jobs it had.
+    fn give(&mut self, keys: &[String]) -> Vec<(String, Job)> {
+        std::mem::replace(&mut self.jobs, keys.iter().map(|key| (key.clone(), job(key))).collect())
     }
 
     async fn run(&mut self, task: Task, start: Instant, end: Instant) -> Times {
@@ -250,7 +274,7 @@ impl Worker {
                 release(kind, &mut self.client, key, run).await;
                 freed = Instant::now();
             }
-            if begun >= start && end > start {
+            if end > start && begun >= start {
                 first.get_or_insert(begun);
                 let micros = |duration: Duration| duration.as_secs_f64() * 1e6;
                 let answer = micros(answered - begun);
@@ -264,7 +288,8 @@ impl Worker {
                     times.cycle.push(micros(freed - begun));
                 }
             }
-            if freed >= end {
+            let warm = end > start || next >= UNTIL_PLANNED;
+            if freed >= end && warm {
                 break;
             }
         }
@@ -281,6 +306,10 @@ async fn acquire(kind: Kind, client: &mut Client, key: &str, job: &Job) -> Optio
     };
     match client {
         Client::Handle(locks) => won(locks.acquire_lock(job.clone()).await.expect("an answer")),
+        Client::Lent(conn) => {
+            let key = key.to_owned();
+            lend(conn, move |conn| claim_bare(conn, &key)).await
+        }
         Client::Pool(pool) if kind == Kind::SelectTokio => {
             let (pool, key) = (pool.clone(), key.to_owned());
             let select = move || select_holder(&mut pool.get().expect("a pooled connection"), &key);
@@ -297,13 +326,7 @@ async fn acquire(kind: Kind, client: &mut Client, key: &str, job: &Job) -> Optio
         }
         Client::Connection(conn) => {
             let won_row = match kind {
-                Kind::Bare => {
-                    let run = RunId::new();
-                    let age = MaxAge::DEFAULT.duration().as_secs_f64();
-                    let (key, id) = (Value::Text(key), Value::Text(run.as_str()));
-                    let binds = [key, id, Value::MaybeText(Some(SYNC_TYPE)), Value::Float(age), Value::Text("200")];
-                    return ask_bare::<Claim>(conn, &texts().claim, &binds).then_some(run);
-                }
+                Kind::Bare => return claim_bare(conn, key),
                 Kind::Upsert => {
                     let run = RunId::new();
                     run_bare::<Upsert>(conn, &texts().upsert, &[Value::Text(key), Value::Text(run.as_str())]);
@@ -335,6 +358,10 @@ async fn acquire(kind: Kind, client: &mut Client, key: &str, job: &Job) -> Optio
 async fn release(kind: Kind, client: &mut Client, key: &str, run: &RunId) {
     match client {
         Client::Handle(locks) => assert!(locks.release_lock(run).await.expect("an answer")),
+        Client::Lent(conn) => {
+            let run = run.clone();
+            assert!(lend(conn, move |conn| free_bare(conn, &run)).await);
+        }
         Client::Pool(pool) => {
             let mut conn = pool.get().expect("a pooled connection");
             assert!(blocking::release_lock(&mut conn, run).expect("an answer"));
@@ -342,7 +369,7 @@ async fn release(kind: Kind, client: &mut Client, key: &str, run: &RunId) {
         Client::Connection(conn) => {
             let id = Value::Text(run.as_str());
             match kind {
-                Kind::Bare => assert!(ask_bare::<Free>(conn, &texts().release, &[id, Value::Text("200")])),
+                Kind::Bare => assert!(free_bare(conn, run)),
                 Kind::Upsert => assert_eq!(run_bare::<Delete>(conn, &texts().delete, &[Value::Text(key), id]), 1),
                 Kind::Transaction => assert_eq!(run_bare::<DeleteRun>(conn, &texts().delete_run, &[id]), 1),
                 Kind::Advisory => assert!(ask_bare::<Unadvise>(conn, &texts().unadvise, &[Value::Text(key)])),
@@ -350,6 +377,29 @@ async fn release(kind: Kind, client: &mut Client, key: &str, run: &RunId) {
             }
         }
     }
+}
+
+fn claim_bare(conn: &mut PgConnection, key: &str) -> Option<RunId> {
+    let (run, age) = (RunId::new(), MaxAge::DEFAULT.duration().as_secs_f64());
+    let (key, id) = (Value::Text(key), Value::Text(run.as_str()));
+    let binds = [key, id, Value::MaybeText(Some(SYNC_TYPE)), Value::Float(age), Value::Text("200")];
+    ask_bare::<Claim>(conn, &texts().claim, &binds).then_some(run)
+}
+
+fn free_bare(conn: &mut PgConnection, run: &RunId) -> bool {
+    ask_bare::<Free>(conn, &texts().release, &[Value::Text(run.as_str()), Value::Text("200")])
+}
+
+/// Does something with a connection on a thread that may block, and puts it back.
+async fn lend<T: Send + 'static>(
+    lent: &mut Option<PgConnection>,
+    call: impl FnOnce(&mut PgConnection) -> T + Send + 'static,
+) -> T {
+    let mut conn = lent.take().expect("a connection that is lent to nobody");
+    let done = tokio::task::spawn_blocking(move || (call(&mut conn), conn)).await;
+    let (answer, conn) = done.expect("an answer");
+    *lent = Some(conn);
+    answer
 }
 
 /// The claim of the TypeScript module: a look, and a transaction of four statements.
