@@ -179,6 +179,43 @@ async fn a_claim_whose_answer_was_lost_finds_its_own_row() {
 }
 
 #[tokio::test]
+async fn a_claim_behind_a_look_whose_answer_was_lost_finds_its_own_row_too() {
+    let database = TestDatabase::new();
+    let wire = Wire::to(&database);
+    let locks = SyncLock::new(&Settings::new(wire.url()).unwrap().with_pool_size(1)).unwrap();
+    database.plant("reconcile", Some("peer"), 1.0);
+    // The second of them looks first. Both statements are prepared from now on.
+    for _ in 0..2 {
+        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+    }
+    assert!(locks.release_lock(&"peer".parse().unwrap()).await.unwrap());
+    wire.lose_answer(2);
+    let run = won(locks.acquire_lock(SyncType::Reconcile).await.unwrap());
+    assert_eq!(wire.lost(), 1);
+    assert_eq!(database.locks_held(), [("reconcile".to_owned(), Some(run.to_string()))]);
+    assert_eq!(database.runs().len(), 1, "claimed once");
+}
+
+#[tokio::test]
+async fn a_key_that_came_free_just_after_a_loss_is_won_by_the_claim_behind_the_look() {
+    let database = TestDatabase::new();
+    let locks = database.locks();
+    for free in [
+        r#"UPDATE "sync_lock" SET "acquiredAt" = "acquiredAt" - interval '1 hour'"#,
+        r#"UPDATE "sync_lock" SET "syncRunId" = NULL"#,
+        r#"DELETE FROM "sync_lock""#,
+    ] {
+        database.plant("reconcile", Some("peer"), 1.0);
+        assert!(!is_win(&locks.acquire_lock(SyncType::Reconcile).await.unwrap()));
+        database.execute(free);
+        let run =
+            won(locks.acquire_lock(SyncType::Reconcile).await.unwrap_or_else(|error| panic!("{free}: {error:?}")));
+        assert_eq!(database.locks_held(), [("reconcile".to_owned(), Some(run.to_string()))], "{free}");
+        assert!(locks.release_lock(&run).await.unwrap());
+    }
+}
+
+#[tokio::test]
 async fn dead_connections_in_the_pool_are_replaced_without_an_error() {
     let database = TestDatabase::new();
     let locks = SyncLock::new(&database.settings().with_pool_size(3)).unwrap();

@@ -18,7 +18,8 @@ pub struct Wire {
 #[derive(Default)]
 struct State {
     round_trips: AtomicUsize,
-    lose_next_answer: AtomicBool,
+    /// Which of the next answers is lost; none at zero.
+    to_lose: AtomicUsize,
     lost: AtomicUsize,
     silent: AtomicBool,
     silent_after_loss: AtomicBool,
@@ -63,7 +64,12 @@ impl Wire {
 
     /// Lets the server carry out the next request, and cuts the connection in the place of its answer.
     pub fn lose_next_answer(&self) {
-        self.state.lose_next_answer.store(true, Ordering::SeqCst);
+        self.lose_answer(1);
+    }
+
+    /// The same with the first, second, … of the next requests.
+    pub fn lose_answer(&self, which: usize) {
+        self.state.to_lose.store(which, Ordering::SeqCst);
     }
 
     /// From now on requests and new connections are accepted and never answered, or the other way round.
@@ -154,7 +160,8 @@ fn forward_answers(server: &mut impl Read, client: &mut impl Write, state: &Stat
         if length == 0 {
             return Ok(());
         }
-        if state.lose_next_answer.swap(false, Ordering::SeqCst) {
+        let next = |which: usize| which.checked_sub(1);
+        if state.to_lose.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next) == Ok(1) {
             // The server answers when it is done, so what it was asked for has happened.
             state.silent.fetch_or(state.silent_after_loss.swap(false, Ordering::SeqCst), Ordering::SeqCst);
             state.lost.fetch_add(1, Ordering::SeqCst);
