@@ -26,7 +26,7 @@ use diesel::connection::SimpleConnection;
 use serde::Serialize;
 use sync_lock::private_server::Database;
 
-use support::clients::{Kind, Release, Task, Team, Times, connect};
+use support::clients::{Kind, Release, Task, Team, Times, connect, vacuum};
 use support::peer::{self, Peer};
 use support::picture::{Panel, draw};
 use support::{Facts, Goal, Options, Place, Row, Scenario, goals_table, save, table};
@@ -186,7 +186,7 @@ impl Bench {
                 |kind| kind.map_or(peer::NAME, Kind::as_str),
                 |kind| {
                     // Nobody is to wade through what those before him deleted.
-                    conn.batch_execute(r#"VACUUM "sync_lock""#).expect("a vacuum");
+                    vacuum(conn);
                     match (kind, &mut peer) {
                         (Some(kind), _) => teams.slice(kind),
                         (None, Ok(peer)) => peer.slice(&keys, self.options.slice),

@@ -32,7 +32,7 @@ use sync_lock::private_server::Database;
 use sync_lock::{LeaseAttempt, RunReport, Settings, SyncLock};
 use tokio::runtime::Runtime;
 
-use support::clients::{Kind, Release, Task, Team, Times, connect, job};
+use support::clients::{Kind, Release, Task, Team, Times, connect, job, vacuum};
 use support::picture::{Panel, draw};
 use support::{Facts, Goal, Options, Place, Row, Scenario, goals_table, median, micros, number, save, table, text};
 
@@ -43,6 +43,8 @@ const TABLES: [(&str, usize); 3] = [("10 rows", 10), ("1,000 rows", 1_000), ("10
 const LEASES: [(usize, usize); 3] = [(1, 10_000), (100, 10_000), (10_000, 50)];
 
 const CONTENDERS: usize = 64;
+
+const TABLE_SIZE: &str = r#"pg_relation_size('"sync_lock"')"#;
 
 fn main() -> ExitCode {
     let options = match Options::from_arguments("scale") {
@@ -159,11 +161,10 @@ impl Bench {
         for repetition in 0..self.options.repetitions.min(5) {
             for turn in 0..ways.len() {
                 let (chunk, way) = &mut ways[(turn + repetition) % 3];
-                conn.batch_execute(r#"VACUUM "sync_lock""#).expect("a vacuum");
-                let before = (settled_updates(conn, 0.0), statistic(conn, "n_tup_hot_upd"));
-                way.all_ms.push(micros(|| beat(conn, &keys, *chunk)) / 1000.0);
-                let updates = settled_updates(conn, before.0 + leases as f64) - before.0;
-                way.hot_shares.push((statistic(conn, "n_tup_hot_upd") - before.1) / updates.max(1.0));
+                vacuum(conn);
+                let (ms, hot_share) = hot_share(conn, leases, |conn| micros(|| beat(conn, &keys, *chunk)) / 1000.0);
+                way.all_ms.push(ms);
+                way.hot_shares.push(hot_share);
             }
         }
         let [(_, chunks), (_, together), (_, singles)] = &ways;
@@ -208,14 +209,14 @@ impl Bench {
                 for turn in 0..kinds.len() {
                     let index = (turn + repetition) % kinds.len();
                     let kind = kinds[index];
-                    watch.batch_execute(r#"VACUUM "sync_lock""#).expect("a vacuum");
+                    vacuum(watch);
                     let wal = wal(watch);
                     let meter = CpuMeter::start(&database, self.place.facts.private_server);
                     let begun = Instant::now();
                     let times = Team::new(kind, &url, &keys, task).slice(task, slice_time);
                     let seconds = begun.elapsed().as_secs_f64();
                     let cpu = meter.stop();
-                    let grown = number(watch, &format!("pg_current_wal_insert_lsn() - '{wal}'::pg_lsn"));
+                    let grown = wal_since(watch, &wal);
                     measured[index].push(Contention::of(what, kind, &times, grown, cpu, seconds));
                 }
             }
@@ -264,16 +265,28 @@ fn wal(conn: &mut PgConnection) -> String {
     text(conn, "pg_current_wal_insert_lsn()")
 }
 
+fn wal_since(conn: &mut PgConnection, start: &str) -> f64 {
+    number(conn, &format!("pg_current_wal_insert_lsn() - '{start}'::pg_lsn"))
+}
+
+/// What a work that makes so many updates says, and how many of them among all were made in place.
+fn hot_share<T>(conn: &mut PgConnection, updates: usize, work: impl FnOnce(&mut PgConnection) -> T) -> (T, f64) {
+    let before = (settled_updates(conn, 0.0), statistic(conn, "n_tup_hot_upd"));
+    let told = work(conn);
+    let made = settled_updates(conn, before.0 + updates as f64) - before.0;
+    (told, (statistic(conn, "n_tup_hot_upd") - before.1) / made.max(1.0))
+}
+
 /// Beats so often, and says what each took and what they left behind.
 fn beat_often(conn: &mut PgConnection, leases: usize, beats: usize) -> Leases {
     fill(conn, leases);
     let keys = keys(leases);
-    let before = settled_updates(conn, 0.0);
-    let size_before = number(conn, r#"pg_relation_size('"sync_lock"')"#);
-    let start = wal(conn);
-    let times: Vec<_> = (0..beats).map(|_| micros(|| beat(conn, &keys, CHUNK)) / 1000.0).collect();
-    let wal_bytes = number(conn, &format!("pg_current_wal_insert_lsn() - '{start}'::pg_lsn"));
-    let updates = settled_updates(conn, before + (leases * beats) as f64) - before;
+    let size_before = number(conn, TABLE_SIZE);
+    let ((times, wal_bytes), hot_share) = hot_share(conn, leases * beats, |conn| {
+        let start = wal(conn);
+        let times: Vec<_> = (0..beats).map(|_| micros(|| beat(conn, &keys, CHUNK)) / 1000.0).collect();
+        (times, wal_since(conn, &start))
+    });
     Leases {
         held: leases,
         beats,
@@ -282,9 +295,9 @@ fn beat_often(conn: &mut PgConnection, leases: usize, beats: usize) -> Leases {
         wal_bytes_per_beat: wal_bytes / beats as f64,
         wal_bytes_per_lease: wal_bytes / (beats * leases) as f64,
         dead_rows: statistic(conn, "n_dead_tup"),
-        hot_share: statistic(conn, "n_tup_hot_upd") / updates.max(1.0),
+        hot_share,
         table_kib_before: size_before / 1024.0,
-        table_kib_after: number(conn, r#"pg_relation_size('"sync_lock"')"#) / 1024.0,
+        table_kib_after: number(conn, TABLE_SIZE) / 1024.0,
     }
 }
 

@@ -60,6 +60,12 @@ pub struct Holder {
     pub age: Duration,
 }
 
+impl Holder {
+    fn from_row(run_id: String, age_seconds: f64) -> Self {
+        Self { run_id: RunId::from_row(run_id), age: duration(age_seconds) }
+    }
+}
+
 /// Whom a takeover displaced.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -229,10 +235,7 @@ impl Store {
     ) -> Result<Option<Acquisition>, LockError> {
         let seen = self.bounded(conn, |conn| self.look(conn, job.key()))?;
         let held = seen.filter(|(_, age)| *age <= max_age.duration().as_secs_f64());
-        let conflict = held.map(|(holder, age)| {
-            let holder = Holder { run_id: RunId::from_row(holder), age: duration(age) };
-            Acquisition::Conflict { holder: Some(holder) }
-        });
+        let conflict = held.map(|(holder, age)| Acquisition::Conflict { holder: Some(Holder::from_row(holder, age)) });
         if let Some(conflict) = &conflict {
             report(job, conflict);
         }
@@ -259,10 +262,7 @@ impl Store {
             return Ok(Answer::Decided(locked(claim, run_id)));
         }
         let held = claim.age.is_some_and(|age| age <= max_age.duration().as_secs_f64());
-        let holder = match (claim.holder, claim.age) {
-            (Some(holder), Some(age)) => Some(Holder { run_id: RunId::from_row(holder), age: duration(age) }),
-            _ => None,
-        };
+        let holder = claim.holder.zip(claim.age).map(|(holder, age)| Holder::from_row(holder, age));
         let decided = held && holder.is_some();
         let conflict = Acquisition::Conflict { holder };
         Ok(if decided { Answer::Decided(conflict) } else { Answer::Undecided(conflict) })

@@ -214,23 +214,26 @@ pub(crate) fn find_wrong_column(store: &Store, conn: &mut PgConnection) -> Optio
     const TEXT: Kind = ("TEXT", &["text", "character varying"]);
     const TIME: Kind = ("TIMESTAMPTZ", &["timestamp with time zone", "timestamp without time zone"]);
     const WHOLE: Kind = ("INTEGER", &["integer", "bigint"]);
-    const COLUMNS: [(&str, &str, Kind); 12] = [
-        ("sync_lock", "id", TEXT),
-        ("sync_lock", "syncRunId", TEXT),
-        ("sync_lock", "acquiredAt", TIME),
-        ("IssueSyncRun", "id", TEXT),
-        ("IssueSyncRun", "status", TEXT),
-        ("IssueSyncRun", "syncType", TEXT),
-        ("IssueSyncRun", "reposFetched", WHOLE),
-        ("IssueSyncRun", "syncedCount", WHOLE),
-        ("IssueSyncRun", "errorMessage", TEXT),
-        ("IssueSyncRun", "notes", TEXT),
-        ("IssueSyncRun", "startedAt", TIME),
-        ("IssueSyncRun", "completedAt", TIME),
+    const TABLES: [(&str, &[(&str, Kind)]); 2] = [
+        ("sync_lock", &[("id", TEXT), ("syncRunId", TEXT), ("acquiredAt", TIME)]),
+        (
+            "IssueSyncRun",
+            &[
+                ("id", TEXT),
+                ("status", TEXT),
+                ("syncType", TEXT),
+                ("reposFetched", WHOLE),
+                ("syncedCount", WHOLE),
+                ("errorMessage", TEXT),
+                ("notes", TEXT),
+                ("startedAt", TIME),
+                ("completedAt", TIME),
+            ],
+        ),
     ];
-    for table in ["sync_lock", "IssueSyncRun"] {
+    for (table, columns) in TABLES {
         let found = store.columns(conn, table).ok()?;
-        for (_, column, (expected, kinds)) in COLUMNS.into_iter().filter(|(of, _, _)| *of == table) {
+        for (column, (expected, kinds)) in columns {
             if !found.iter().any(|(name, kind)| name == column && kinds.contains(&kind.as_str())) {
                 return Some(LockError::WrongTable { table, column, expected });
             }

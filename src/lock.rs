@@ -86,9 +86,8 @@ impl SyncLock {
     /// Claims the key of a sync type, or of a [`LockKey`] or [`Job`] of the caller's own.
     ///
     /// One statement in one round trip, after a look where this handle met a holder of the key within the last second, as
-    /// one does who asks again and again. The claim
-    /// wins over no row, a row without a holder, and a row older than the maximum age, by the database's clock. What is
-    /// won is held until [`SyncLock::release_lock`] or until it expires:
+    /// one does who asks again and again. The claim wins over no row, a row without a holder, and a row older than the
+    /// maximum age, by the database's clock. What is won is held until [`SyncLock::release_lock`] or until it expires:
     /// nobody renews it. [`SyncLock::lease`] and [`SyncLock::run`] do.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use diesel::prelude::*;
 use diesel::query_builder::{AstPass, Query, QueryFragment, QueryId};
 use diesel::r2d2::{ConnectionManager, Pool};
 use diesel::sql_types::{Array, Bool, Double, Nullable, Text};
+use serde::Deserialize;
 use sync_lock::{Acquisition, Job, LockKey, MaxAge, RunId, Settings, SyncLock, bench_support, blocking};
 use tokio::runtime::Runtime;
 
@@ -31,6 +32,11 @@ pub fn connect(url: &str) -> PgConnection {
 /// How often a connection sends a statement until the server has settled for a plan. The first five times it makes a new one,
 /// which for a claim takes longer than the claim.
 const UNTIL_PLANNED: usize = 8;
+
+/// Does what autovacuum does in time, where nobody claims and frees thousands of times a second.
+pub fn vacuum(conn: &mut PgConnection) {
+    conn.batch_execute(r#"VACUUM "sync_lock""#).expect("a vacuum");
+}
 
 /// Whom a worker asks, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,7 +152,7 @@ pub struct Task {
 }
 
 /// What one worker took its time for, in microseconds.
-#[derive(Default)]
+#[derive(Default, Deserialize)]
 pub struct Times {
     pub acquire: Vec<f64>,
     pub lose: Vec<f64>,

@@ -5,8 +5,6 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use serde::Deserialize;
-
 use super::clients::Times;
 
 pub const NAME: &str = "Prisma peer";
@@ -18,15 +16,6 @@ pub struct Peer {
     child: Child,
     orders: ChildStdin,
     answers: BufReader<ChildStdout>,
-}
-
-#[derive(Deserialize)]
-struct Answer {
-    acquire: Vec<f64>,
-    lose: Vec<f64>,
-    release: Vec<f64>,
-    cycle: Vec<f64>,
-    seconds: f64,
 }
 
 impl Peer {
@@ -67,15 +56,7 @@ impl Peer {
         let keys: Vec<_> = keys.iter().map(|keys| keys[0].as_str()).collect();
         let order = serde_json::json!({ "keys": keys, "milliseconds": slice.as_millis() });
         writeln!(self.orders, "{order}").expect("a peer that listens");
-        let answers: Vec<Answer> = serde_json::from_str(&self.hear()).expect("the peer's times");
-        let times = answers.into_iter().map(|answer| Times {
-            acquire: answer.acquire,
-            lose: answer.lose,
-            release: answer.release,
-            cycle: answer.cycle,
-            seconds: answer.seconds,
-        });
-        times.collect()
+        serde_json::from_str(&self.hear()).expect("the peer's times")
     }
 }
 
